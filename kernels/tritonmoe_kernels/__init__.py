@@ -1,0 +1,1 @@
+"""Compute kernels of tritonmoe. Imports torch and triton only; nothing of the engine."""

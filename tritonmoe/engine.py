@@ -1,0 +1,285 @@
+"""The public interface: load a model, continue prompts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritonmoe.architectures import load_spec
+from tritonmoe.chat_template import ChatTemplate
+from tritonmoe.config_reader import read_json
+from tritonmoe.errors import ConfigError, InputError
+from tritonmoe.generation import Generation, Row
+from tritonmoe.hub import resolve_model
+from tritonmoe.kv_cache import KVCache
+from tritonmoe.loading import load_weights
+from tritonmoe.model import Decoder
+from tritonmoe.sampling import SamplingParams, sample
+from tritonmoe.session import Session, allocate_cache
+from tritonmoe.spec import ModelSpec
+from tritonmoe.tokenizer import Tokenizer, sampling_defaults, stop_token_ids
+
+logger = logging.getLogger(__name__)
+
+EMBEDDED = "nano"
+# Fixed, and independent of memory: the shape of a prefill step decides how its sums round.
+PREFILL_CHUNK = 512
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+Prompt = str | Sequence[int]
+
+
+class Engine:
+    """A loaded model.
+
+    >>> engine = Engine.from_pretrained()                        # the embedded model
+    >>> engine.generate("Once upon a time").text
+    >>> for piece in engine.stream("Once upon a time"): ...
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        stop_ids: frozenset[int],
+        defaults: SamplingParams,
+        max_context: int,
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.chat_template = chat_template
+        self.stop_ids = stop_ids
+        self.defaults = defaults
+        self.max_context = max_context
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        model: str | Path = EMBEDDED,
+        *,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_context: int | None = None,
+        revision: str | None = None,
+        check_weights: bool = True,
+        check_memory: bool = True,
+        progress: bool = False,
+    ) -> Engine:
+        """Load a model from a folder, from a hub id (`org/name`), or the embedded one ("nano").
+
+        `dtype` "auto" is float32 on the CPU, where it is faster, and on a GPU what the checkpoint says. `max_context`
+        bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr.
+        Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
+        """
+        folder = embedded_folder() if model == EMBEDDED else resolve_model(model, revision=revision)
+        spec = load_spec(folder)
+        target = resolve_device(device)
+        # Small files first: a mistake in one of them should not cost the time to load the weights.
+        tokenizer = Tokenizer.from_folder(folder)
+        if tokenizer.vocab_size > spec.vocab_size:
+            raise ConfigError(
+                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only {spec.vocab_size}"
+            )
+        config = read_json(folder / "config.json")
+        stop_ids = stop_token_ids(folder, config, tokenizer)
+        defaults = _default_params(folder)
+        template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
+        limit = _resolve_context(spec, max_context)
+        weights = load_weights(
+            folder,
+            spec,
+            target,
+            resolve_dtype(dtype, target, spec),
+            check_finite=check_weights,
+            check_memory=check_memory,
+            progress=progress,
+        )
+        return cls(Decoder(spec, weights), tokenizer, template, stop_ids, defaults, limit)
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
+    ) -> Generation | list[Generation]:
+        """Continue one prompt (a string, or token ids) or a batch of them; a batch gives a list.
+
+        Strings get the special tokens that the tokenizer puts around a plain text.
+        """
+        if _is_single(prompts):
+            return self.generate_batch([prompts], params)[0]  # type: ignore[list-item]
+        return self.generate_batch(prompts, params)  # type: ignore[arg-type]
+
+    def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Generation]:
+        """Continue several prompts together, each as it would be alone."""
+        if not prompts:
+            return []
+        rows = [self._row(prompt, params) for prompt in prompts]
+        length = min(self.max_context, max(row.num_prompt + row.params.max_new_tokens for row in rows))
+        cache = allocate_cache(self.decoder.spec, len(rows), length, self.decoder.device, self.decoder.dtype)
+        for _ in self._run(rows, cache):
+            pass
+        return [row.result() for row in rows]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, session: Session | None = None
+    ) -> TextStream:
+        """Continue one prompt piece by piece; with a `session`, reuse and extend its cache."""
+        row = self._row(prompt, params)
+        session = session if session is not None else self.session()
+        return TextStream(row, self._run_session(row, session))
+
+    def session(self) -> Session:
+        """An empty conversation cache for `stream`."""
+        return Session(self.decoder.spec, self.decoder.device, self.decoder.dtype)
+
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
+        if self.chat_template is None:
+            raise InputError("this model has no chat template; give it a plain prompt")
+        text = self.chat_template.render(messages, add_generation_prompt=True, **variables)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def _row(self, prompt: Prompt, params: SamplingParams | None) -> Row:
+        ids = self._prompt_ids(prompt)
+        if len(ids) >= self.max_context:
+            raise InputError(
+                f"the prompt has {len(ids)} tokens, which leaves no room in the context of {self.max_context} "
+                f"(the model's limit is {self.decoder.spec.max_position}); shorten it or raise --max-context"
+            )
+        return Row(ids, params or self.defaults, self.tokenizer, self.stop_ids, self.max_context)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
+        if not prompt or not ids:
+            raise InputError("the prompt is empty")
+        vocab_size = self.decoder.spec.vocab_size
+        wrong = [i for i in ids if not 0 <= i < vocab_size]
+        if wrong:
+            raise InputError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
+        return ids
+
+    def _run_session(self, row: Row, session: Session) -> Iterator[list[str]]:
+        row.num_reused = row.num_cached = session.reuse(row.token_ids)
+        length = min(self.max_context, row.num_prompt + row.params.max_new_tokens)
+        cache = session.cache(length)
+        session.token_ids = row.token_ids[: row.num_cached]
+        try:
+            yield from self._run([row], cache)
+        finally:
+            session.token_ids = row.token_ids[: row.num_cached]
+
+    def _run(self, rows: list[Row], cache: KVCache) -> Iterator[list[str]]:
+        """Prefill each row, then step all rows together; yields the new text of every row after each step."""
+        logits = torch.cat([self._prefill(row, cache.rows(i, 1)) for i, row in enumerate(rows)])
+        yield self._advance(rows, logits)
+        while not all(row.finished for row in rows):
+            yield self._advance(rows, self._step(rows, cache))
+
+    def _prefill(self, row: Row, cache: KVCache) -> torch.Tensor:
+        """Run a row's uncached prompt tokens in fixed chunks; returns the logits [1, V] after the last one."""
+        logits = torch.empty(0)
+        while row.num_cached < row.num_prompt:
+            start, end = row.num_cached, min(row.num_cached + PREFILL_CHUNK, row.num_prompt)
+            ids = torch.tensor([row.token_ids[start:end]], device=self.decoder.device)
+            positions = torch.arange(start, end, device=self.decoder.device)[None]
+            logits = self.decoder.forward(ids, positions, cache, length=end)
+            row.num_cached = end
+        return logits
+
+    def _step(self, rows: list[Row], cache: KVCache) -> torch.Tensor:
+        """One decode step of all rows. A row that has ended repeats its last token in place, so that the shape
+        of the step, and with it the rounding of the other rows, stays the same."""
+        device = self.decoder.device
+        ids = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
+        positions = torch.tensor([[len(row.token_ids) - 1] for row in rows], device=device)
+        logits = self.decoder.forward(ids, positions, cache, length=max(len(row.token_ids) for row in rows))
+        for row in rows:
+            row.num_cached = len(row.token_ids)
+        return logits
+
+    def _advance(self, rows: list[Row], logits: torch.Tensor) -> list[str]:
+        # Embeddings are padded past the last token on purpose; such an id could not be turned into text.
+        logits = logits[:, : self.tokenizer.vocab_size].cpu()
+        texts = []
+        for row, row_logits in zip(rows, logits, strict=True):
+            if row.finished:
+                texts.append("")
+                continue
+            token = sample(row_logits, row.params, row.token_ids, len(row.token_ids))
+            texts.append(row.append(token))
+        return texts
+
+
+class TextStream:
+    """Iterates over the text of a generation as it appears; `result()` is what came of it, also when cut short."""
+
+    def __init__(self, row: Row, steps: Iterator[list[str]]) -> None:
+        self._row = row
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[str]:
+        for texts in self._steps:
+            if texts[0]:
+                yield texts[0]
+
+    def result(self) -> Generation:
+        return self._row.result()
+
+
+def embedded_folder() -> Path:
+    """The folder of the model that ships inside the package."""
+    folder = Path(str(resources.files("tritonmoe") / EMBEDDED))
+    if not (folder / "config.json").is_file():
+        raise InputError(f"the embedded model is not in this installation ({folder}); reinstall or use --model")
+    return folder
+
+
+def resolve_device(device: str) -> torch.device:
+    """ "auto" is the first GPU, or the CPU where there is none."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        target = torch.device(device)
+    except RuntimeError:
+        raise InputError(f"--device {device!r} is not known; use auto, cpu or cuda") from None
+    if target.type not in ("cpu", "cuda"):
+        raise InputError(f"--device {device!r} is not supported; use auto, cpu or cuda")
+    if target.type == "cuda" and (target.index or 0) >= torch.cuda.device_count():
+        raise InputError(f"--device {device}: there is no such GPU here; use --device cpu")
+    return target
+
+
+def resolve_dtype(dtype: str, device: torch.device, spec: ModelSpec) -> torch.dtype:
+    """ "auto" is float32 on the CPU (bfloat16 is slower there) and the checkpoint's type on a GPU."""
+    if dtype == "auto":
+        dtype = "float32" if device.type == "cpu" else str(spec.checkpoint_dtype or "bfloat16")
+    if dtype not in DTYPES:
+        raise InputError(f"--dtype {dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
+    return DTYPES[dtype]
+
+
+def _resolve_context(spec: ModelSpec, max_context: int | None) -> int:
+    if max_context is None:
+        return spec.max_position
+    if not 2 <= max_context <= spec.max_position:
+        raise InputError(f"--max-context must be from 2 to the model's {spec.max_position}, not {max_context}")
+    return max_context
+
+
+def _default_params(folder: Path) -> SamplingParams:
+    """What generation_config.json recommends; greedy where it does not ask for sampling."""
+    found = sampling_defaults(folder)
+    if not found.pop("do_sample", False):
+        found = {name: value for name, value in found.items() if name == "repetition_penalty"}
+    elif "temperature" not in found:
+        found["temperature"] = 1.0
+    return replace(SamplingParams(), **found)
+
+
+def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
+    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, int) for item in prompts))

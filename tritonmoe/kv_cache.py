@@ -1,0 +1,53 @@
+"""Keys and values of past positions, for a fixed number of sequences and positions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tritonmoe.spec import ModelSpec
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """Per layer [B, kv_heads, max_length, D]; entry j of a row belongs to position j of that sequence.
+
+    Frozen is the shape, not the content: the decoder writes into the tensors. A `rows` view shares them.
+    """
+
+    keys: tuple[torch.Tensor, ...]
+    values: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def allocate(
+        cls, spec: ModelSpec, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
+    ) -> KVCache:
+        """Zero-filled: masked positions are multiplied by weight 0, which NaN from stale memory would survive."""
+        shapes = [(batch, layer.attention.num_kv_heads, max_length, layer.attention.head_dim) for layer in spec.layers]
+        return cls(
+            tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes),
+            tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes),
+        )
+
+    def rows(self, first: int, count: int) -> KVCache:
+        """The view of sequences `first … first + count`."""
+        return KVCache(
+            tuple(k[first : first + count] for k in self.keys),
+            tuple(v[first : first + count] for v in self.values),
+        )
+
+    @property
+    def max_length(self) -> int:
+        return self.keys[0].shape[2]
+
+    def append(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
+        """Store k, v [B, T, kv_heads, D] at positions [B, T]."""
+        row = torch.arange(k.shape[0], device=k.device)[:, None]
+        self.keys[layer_id][row, :, positions] = k
+        self.values[layer_id][row, :, positions] = v
+
+
+def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Cache bytes that one position of one sequence takes in all layers."""
+    return sum(2 * layer.attention.kv_size for layer in spec.layers) * dtype.itemsize
