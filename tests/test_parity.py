@@ -58,3 +58,25 @@ def test_logits_equal_transformers(name: str, original_format: bool, tmp_path: P
     pieces = run(decoder, ids, [16, 11, *[1] * (PROMPT_LENGTH - 27)])
     assert (whole - expected).abs().max() < TOLERANCE
     assert (pieces - expected).abs().max() < TOLERANCE
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_greedy_continuation_equals_transformers(name: str, tmp_path: Path) -> None:
+    """Chunked prefill, then 24 tokens one by one, past the sliding windows."""
+    model = oracle(name)
+    decoder = load(save(model, tmp_path))
+    ids, steps = prompt(seed=2)[:, :20], 24
+    with torch.no_grad():
+        # No attention mask would make it guess one from pad tokens inside the random prompt.
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=steps, min_new_tokens=steps, do_sample=False
+        )
+    cache = KVCache.allocate(decoder.spec, 1, 20 + steps, decoder.device, decoder.dtype)
+    for start, end in ((0, 13), (13, 20)):
+        logits = decoder.forward(ids[:, start:end], torch.arange(start, end)[None], cache, end)
+    for position in range(20, 20 + steps):
+        allowed = logits.clone()
+        allowed[:, 2] = float("-inf")  # min_new_tokens forbids the end token (id 2) there
+        ids = torch.cat((ids, allowed.argmax(-1, keepdim=True)), dim=1)
+        logits = decoder.forward(ids[:, -1:], torch.tensor([[position]]), cache, position + 1)
+    assert ids.tolist() == expected.tolist()

@@ -7,6 +7,7 @@ import sys
 from tritonmoe.engine import Engine
 from tritonmoe.errors import InputError
 from tritonmoe.sampling import SamplingParams
+from tritonmoe.session import Session
 
 HELP = "Type a message; /new starts over, /exit or Ctrl-D ends. Ctrl-C stops an answer."
 
@@ -34,7 +35,7 @@ def chat(engine: Engine, params: SamplingParams, system: str | None) -> int:
             _turn(engine, params, session, messages, text)
 
 
-def _turn(engine: Engine, params: SamplingParams, session, messages: list[dict[str, str]], text: str) -> None:
+def _turn(engine: Engine, params: SamplingParams, session: Session, messages: list[dict[str, str]], text: str) -> None:
     """Answer one message. The history grows only by what was really said; a refused message leaves it as it was."""
     asked = [*messages, {"role": "user", "content": text}]
     try:

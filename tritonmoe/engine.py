@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,8 +14,9 @@ import torch
 from tritonmoe.architectures import load_spec
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.config_reader import read_json
-from tritonmoe.errors import ConfigError, InputError
+from tritonmoe.errors import InputError
 from tritonmoe.generation import Generation, Row
+from tritonmoe.generation_config import sampling_defaults, stop_token_ids
 from tritonmoe.hub import resolve_model
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.loading import load_weights
@@ -23,7 +24,7 @@ from tritonmoe.model import Decoder
 from tritonmoe.sampling import SamplingParams, sample
 from tritonmoe.session import Session, allocate_cache
 from tritonmoe.spec import ModelSpec
-from tritonmoe.tokenizer import Tokenizer, sampling_defaults, stop_token_ids
+from tritonmoe.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Engine:
         self,
         decoder: Decoder,
         tokenizer: Tokenizer,
-        chat_template: ChatTemplate | None,
+        chat_template: ChatTemplate,
         stop_ids: frozenset[int],
         defaults: SamplingParams,
         max_context: int,
@@ -83,10 +84,6 @@ class Engine:
         target = resolve_device(device)
         # Small files first: a mistake in one of them should not cost the time to load the weights.
         tokenizer = Tokenizer.from_folder(folder)
-        if tokenizer.vocab_size > spec.vocab_size:
-            raise ConfigError(
-                f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens but the model only {spec.vocab_size}"
-            )
         config = read_json(folder / "config.json")
         stop_ids = stop_token_ids(folder, config, tokenizer)
         defaults = _default_params(folder)
@@ -139,8 +136,6 @@ class Engine:
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
-        if self.chat_template is None:
-            raise InputError("this model has no chat template; give it a plain prompt")
         text = self.chat_template.render(messages, add_generation_prompt=True, **variables)
         return self.tokenizer.encode(text, add_special_tokens=False)
 
@@ -160,10 +155,10 @@ class Engine:
         vocab_size = self.decoder.spec.vocab_size
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
-            raise InputError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
+            raise InputError(f"token id {wrong[0]} of the prompt is outside the model's vocabulary of {vocab_size}")
         return ids
 
-    def _run_session(self, row: Row, session: Session) -> Iterator[list[str]]:
+    def _run_session(self, row: Row, session: Session) -> Generator[list[str], None, None]:
         row.num_reused = row.num_cached = session.reuse(row.token_ids)
         length = min(self.max_context, row.num_prompt + row.params.max_new_tokens)
         cache = session.cache(length)
@@ -218,14 +213,17 @@ class Engine:
 class TextStream:
     """Iterates over the text of a generation as it appears; `result()` is what came of it, also when cut short."""
 
-    def __init__(self, row: Row, steps: Iterator[list[str]]) -> None:
+    def __init__(self, row: Row, steps: Generator[list[str], None, None]) -> None:
         self._row = row
         self._steps = steps
 
     def __iter__(self) -> Iterator[str]:
-        for texts in self._steps:
-            if texts[0]:
-                yield texts[0]
+        try:
+            for texts in self._steps:
+                if texts[0]:
+                    yield texts[0]
+        finally:
+            self._steps.close()  # now, not when collected: the session must know what its cache holds
 
     def result(self) -> Generation:
         return self._row.result()

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tritonmoe.sampling import SamplingParams
-from tritonmoe.tokenizer import IncrementalDecoder, StopStringMatcher, Tokenizer
+from tritonmoe.streaming import IncrementalDecoder, StopStringMatcher
+from tritonmoe.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length", "interrupted"]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from tritonmoe.errors import InputError
@@ -69,7 +70,7 @@ def uniform(seed: int, position: int) -> float:
         key = [(k + step) & WORD for k, step in zip(key, PHILOX_KEY_STEP, strict=True)]
     word = counter[0]
     folded = word if word < 1 << 31 else WORD - word  # Triton folds the sign of its int32
-    return folded * 4.6566127342e-10
+    return float(np.float32(folded) * np.float32(4.6566127342e-10))  # just below 2^-31, so that 1 is never drawn
 
 
 def sample(logits: torch.Tensor, params: SamplingParams, history: list[int], position: int) -> int:

@@ -1,0 +1,175 @@
+"""The public API on the small random model: batching, streaming, sessions, stopping, limits."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+import tritonmoe.engine
+from tritonmoe import Engine, SamplingParams
+from tritonmoe.errors import InputError
+
+PROMPTS = ["Hello", "A much longer prompt than the first, to differ", "x"]
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=5)
+
+
+@pytest.fixture(scope="module")
+def engine(pristine_folder: Path) -> Engine:
+    return Engine.from_pretrained(pristine_folder)
+
+
+def test_stream_is_generate_in_pieces(engine: Engine) -> None:
+    for params in (SamplingParams(max_new_tokens=20), SAMPLED):
+        whole = engine.generate("Hello", params)
+        stream = engine.stream("Hello", params)
+        pieces = list(stream)
+        assert "".join(pieces) == stream.result().text == whole.text
+        assert stream.result().token_ids == whole.token_ids
+        assert len(pieces) > 1
+
+
+def test_batch_equals_alone(engine: Engine) -> None:
+    """Greedy and sampled: draws depend on seed and position only."""
+    for params in (SamplingParams(max_new_tokens=20), SAMPLED):
+        together = engine.generate_batch(PROMPTS, params)
+        for prompt, row in zip(PROMPTS, together, strict=True):
+            alone = engine.generate(prompt, params)
+            assert row.token_ids == alone.token_ids
+            assert (row.text, row.finish_reason) == (alone.text, alone.finish_reason)
+
+
+def test_rows_that_end_early_do_not_disturb_the_others(engine: Engine) -> None:
+    stop = engine.generate("x", SamplingParams(max_new_tokens=3)).token_ids[2]
+    early = Engine(
+        engine.decoder, engine.tokenizer, engine.chat_template, frozenset({stop}), engine.defaults, engine.max_context
+    )
+    together = early.generate_batch(PROMPTS, SamplingParams(max_new_tokens=20))
+    assert together[2].finish_reason == "stop"
+    for prompt, row in zip(PROMPTS, together, strict=True):
+        assert row.token_ids == early.generate(prompt, SamplingParams(max_new_tokens=20)).token_ids
+
+
+def test_same_seed_same_text_other_seed_other_text(engine: Engine) -> None:
+    texts = [engine.generate("Hello", dataclasses.replace(SAMPLED, seed=seed)).text for seed in (5, 5, 6)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prefill_chunks_give_the_same_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompt = "the prompt is longer than a chunk " * 3
+    whole = engine.generate(prompt, SAMPLED)
+    monkeypatch.setattr(tritonmoe.engine, "PREFILL_CHUNK", 7)
+    assert engine.generate(prompt, SAMPLED).token_ids == whole.token_ids
+
+
+def test_session_reuses_the_common_prefix(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=10)
+    session = engine.session()
+    first = engine.stream("Hello", params, session)
+    assert "".join(first) == engine.generate("Hello", params).text
+    grown = engine.tokenizer.encode("Hello") + first.result().token_ids + engine.tokenizer.encode(" and more")
+    second = engine.stream(grown, params, session)
+    "".join(second)
+    assert second.result().reused_tokens >= len(grown) - len(" and more") - 1
+    assert second.result().token_ids == engine.generate(grown, params).token_ids
+    other = engine.stream("Jello", params, session)
+    assert "".join(other) == engine.generate("Jello", params).text
+    assert other.result().reused_tokens == 0
+
+
+def test_session_survives_an_abandoned_stream(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=30)
+    session = engine.session()
+    stream = engine.stream("Hello", params, session)
+    iterator = iter(stream)
+    next(iterator)
+    iterator.close()
+    assert stream.result().finish_reason == "interrupted"
+    again = engine.stream("Hello", params, session)
+    assert "".join(again) == engine.generate("Hello", params).text
+    assert again.result().reused_tokens > 0
+
+
+def test_stop_string_is_cut_off(engine: Engine) -> None:
+    text = engine.generate("Hello", SAMPLED).text
+    stop = text[6:9]
+    cut = engine.generate("Hello", dataclasses.replace(SAMPLED, stop=(stop,)))
+    assert cut.text == text[: text.index(stop)]
+    assert cut.finish_reason == "stop"
+
+
+def test_generation_ends_with_the_context(pristine_folder: Path) -> None:
+    engine = Engine.from_pretrained(pristine_folder, max_context=12)
+    result = engine.generate("Hello", SamplingParams(max_new_tokens=100))
+    assert result.finish_reason == "length"
+    assert result.prompt_tokens + len(result.token_ids) == 12
+
+
+def test_result_counts(engine: Engine) -> None:
+    result = engine.generate("Hello", SamplingParams(max_new_tokens=4))
+    assert (result.prompt_tokens, len(result.token_ids), result.finish_reason) == (5, 4, "length")
+    assert result.ttft_ms is not None
+    assert result.tpot_ms is not None
+    assert 0 < result.tpot_ms < result.ttft_ms + 1e4
+    assert engine.generate("Hello", SamplingParams(max_new_tokens=1)).tpot_ms is None
+
+
+def test_token_ids_as_prompt(engine: Engine) -> None:
+    ids = engine.tokenizer.encode("Hello")
+    params = SamplingParams(max_new_tokens=5)
+    assert engine.generate(ids, params).text == engine.generate("Hello", params).text
+    assert engine.generate_batch([], params) == []
+
+
+def test_chat_prompt(engine: Engine) -> None:
+    ids = engine.chat_prompt([{"role": "user", "content": "hi"}])
+    assert engine.tokenizer.decode(ids) == "<|user|>hi<|end|><|assistant|>"
+    assert ids[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "the prompt is empty"),
+        ([], "the prompt is empty"),
+        ("x" * 200, "200 tokens, which leaves no room in the context of 128"),
+        ([1, 2, 999], "token id 999"),
+    ],
+)
+def test_bad_prompts(engine: Engine, prompt: str | list[int], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        engine.generate_batch([prompt])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_context": 1}, "--max-context must be from 2 to the model's 128"),
+        ({"max_context": 1 << 40}, "--max-context must be"),
+        ({"dtype": "int3"}, "--dtype 'int3' is not supported"),
+        ({"device": "quantum"}, "--device 'quantum' is not known"),
+        ({"device": "meta"}, "is not supported"),
+    ],
+)
+def test_bad_options(pristine_folder: Path, options: dict, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        Engine.from_pretrained(pristine_folder, **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_asked_for_and_absent(pristine_folder: Path) -> None:
+    with pytest.raises(InputError, match="no such GPU here; use --device cpu"):
+        Engine.from_pretrained(pristine_folder, device="cuda")
+
+
+def test_cache_that_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tritonmoe.memory.available_bytes", lambda device: 1000)
+    with pytest.raises(InputError, match=r"the KV cache of 1 x \d+ tokens needs .* --max-context"):
+        engine.generate("Hello")
+
+
+def test_bfloat16_runs_on_the_cpu(pristine_folder: Path) -> None:
+    result = Engine.from_pretrained(pristine_folder, dtype="bfloat16").generate("Hello", SAMPLED)
+    assert len(result.token_ids) > 0

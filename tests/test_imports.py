@@ -1,0 +1,76 @@
+"""The architecture as imports: who may know whom, and the packaging traps of a top-level folder `kernels`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ENGINE = sorted((ROOT / "tritonmoe").glob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+# Lower layers never import higher ones. A module not listed may be imported by any above "leaves".
+LAYERS = (
+    ("errors", "spec", "config_reader", "tensor_names", "memory"),
+    ("architectures", "checkpoint", "weights", "rope", "kv_cache", "tokenizer", "chat_template", "hub", "sampling"),
+    ("streaming", "generation_config", "attention", "moe", "session"),
+    ("loading", "model", "generation"),
+    ("engine",),
+    ("chat",),
+    ("generate",),
+)
+
+
+def imports(path: Path) -> set[str]:
+    """Every module a file imports, dotted."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.add(node.module or "")
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def rank(module: str) -> int:
+    return next(i for i, names in enumerate(LAYERS) if module in names)
+
+
+def test_every_module_has_its_place() -> None:
+    assert {path.stem for path in ENGINE} - {"__init__"} == {name for names in LAYERS for name in names}
+
+
+@pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
+def test_imports_point_downwards(path: Path) -> None:
+    if path.stem == "__init__":
+        return
+    for module in imports(path):
+        parts = module.split(".")
+        if parts[0] == "tritonmoe" and len(parts) > 1 and parts[1] in {p.stem for p in ENGINE}:
+            assert rank(parts[1]) <= rank(path.stem), f"{path.stem} imports {parts[1]}"
+
+
+@pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)
+def test_kernels_know_torch_and_triton_only(path: Path) -> None:
+    foreign = {m.split(".")[0] for m in imports(path)} - {"torch", "triton", "tritonmoe_kernels", "__future__"}
+    assert foreign <= {"dataclasses", "math", "typing", "collections"}
+
+
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_only_the_command_line_prints(name: str) -> None:
+    """And it does: a rename that emptied this test would be seen."""
+    assert "print(" in (ROOT / "tritonmoe" / f"{name}.py").read_text(encoding="utf-8")
+    for path in [*ENGINE, *KERNELS]:
+        if path.stem not in ("generate", "chat"):
+            calls = [n for n in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(n, ast.Call)]
+            assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls), path
+
+
+def test_no_package_named_kernels() -> None:
+    """`kernels` is also a package on PyPI, which transformers imports where it is installed."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+    assert not (ROOT / "tests" / "kernels" / "__init__.py").exists()
