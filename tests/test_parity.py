@@ -31,16 +31,16 @@ def load(folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32) 
     return Decoder(spec, load_weights(folder, spec, torch.device(device), dtype))
 
 
-def prompt(seed: int = 1) -> torch.Tensor:
-    return torch.randint(0, 64, (1, PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
+def prompt(seed: int = 1, batch: int = 1) -> torch.Tensor:
+    return torch.randint(0, 64, (batch, PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
 
 
 def run(decoder: Decoder, ids: torch.Tensor, steps: list[int]) -> torch.Tensor:
-    """Logits [1, T, V] computed in pieces of the given sizes through one KV cache."""
-    cache = KVCache.allocate(decoder.spec, 1, ids.shape[1], decoder.device, decoder.dtype)
+    """Logits [B, T, V] of ids [B, T], computed in pieces of the given sizes through one KV cache."""
+    cache = KVCache.allocate(decoder.spec, len(ids), ids.shape[1], decoder.device, decoder.dtype)
     ids, out, start = ids.to(decoder.device), [], 0
     for size in steps:
-        positions = torch.arange(start, start + size, device=decoder.device)[None]
+        positions = torch.arange(start, start + size, device=decoder.device).expand(len(ids), -1)
         out.append(decoder.forward(ids[:, start : start + size], positions, cache, start + size, last_only=False))
         start += size
     return torch.cat(out, dim=1)

@@ -1,0 +1,90 @@
+"""Write a trained model as a Hugging Face folder; split large files for transfer and join them again."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from .model import Model, ModelConfig
+from .tokenizer import END_OF_TEXT_ID, write_tokenizer
+
+WEIGHTS = "model.safetensors"
+
+
+def hf_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter under its checkpoint name, one matrix per expert."""
+    for name, parameter in model.state_dict().items():
+        prefix, _, kind = ("model." + name).rpartition(".")
+        match kind:
+            case "router":
+                yield f"{prefix}.gate.weight", parameter
+            case "gate_up":
+                for expert_id, (gate, up) in enumerate(matrix.chunk(2) for matrix in parameter):
+                    yield f"{prefix}.{expert_id}.gate_proj.weight", gate
+                    yield f"{prefix}.{expert_id}.up_proj.weight", up
+            case "down":
+                for expert_id, matrix in enumerate(parameter):
+                    yield f"{prefix}.{expert_id}.down_proj.weight", matrix
+            case _:
+                yield f"{prefix}.{kind}", parameter
+
+
+def hf_config(config: ModelConfig) -> dict[str, object]:
+    return {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        **vars(config),
+        "intermediate_size": config.moe_intermediate_size * config.num_experts_per_tok,  # no layer is dense
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+        "output_router_logits": False,
+        "bos_token_id": None,
+        "eos_token_id": END_OF_TEXT_ID,
+        "torch_dtype": "bfloat16",
+    }
+
+
+def write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def export(model: Model, tokenizer: Tokenizer, folder: Path) -> None:
+    """bf16 weights, configuration and tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.to("cpu", torch.bfloat16).contiguous() for name, tensor in hf_tensors(model)}
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    write_json(folder / "config.json", hf_config(model.config))
+    end = {"eos_token_id": END_OF_TEXT_ID, "pad_token_id": END_OF_TEXT_ID}
+    write_json(folder / "generation_config.json", {**end, "do_sample": False})
+    write_tokenizer(tokenizer, folder, model.config.max_position_embeddings)
+
+
+def split(path: Path, part_mib: int) -> list[Path]:
+    """Copy a file into parts of at most `part_mib` MiB beside it: name.part0, name.part1, ..."""
+    parts = []
+    with path.open("rb") as file:
+        while chunk := file.read(part_mib << 20):
+            parts.append(path.with_name(f"{path.name}.part{len(parts)}"))
+            parts[-1].write_bytes(chunk)
+    return parts
+
+
+def join(folder: Path) -> Path:
+    """Rebuild the weights file of a folder from its parts, which are kept."""
+    parts = sorted(folder.glob(f"{WEIGHTS}.part*"), key=lambda path: int(path.suffix.removeprefix(".part")))
+    if not parts:
+        raise FileNotFoundError(f"no {WEIGHTS}.part* in {folder}")
+    with (folder / WEIGHTS).open("wb") as file:
+        for part in parts:
+            with part.open("rb") as source:
+                shutil.copyfileobj(source, file)
+    return folder / WEIGHTS
