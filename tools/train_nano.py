@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--stop-step", type=int, metavar="STEP", help="pause before this step and save")
     run.add_argument("--batch", type=int, default=128, help="windows in a batch (default: %(default)s)")
     run.add_argument("--sequence", type=int, default=1024, help="tokens in a window (default: %(default)s)")
-    run.add_argument("--lr", type=float, default=3e-3, help="peak learning rate (default: %(default)s)")
+    run.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
     run.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the matrices")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-every", type=int, default=250, metavar="STEPS")

@@ -1,7 +1,7 @@
 """How the learning rate and the load-balance weight change over a run: pure functions of its progress."""
 
 WARMUP_STEPS = 200
-DECAY_SHARE = 0.3
+DECAY_SHARE = 0.4
 FINAL_LR_SHARE = 0.02
 
 # Early on, a weak pull lets a few experts take every token; later it would keep experts from specialising.

@@ -99,7 +99,9 @@ class Trainer:
         return output, row_losses.detach()
 
     def losses(self, row_losses: Tensor) -> dict[str, float]:
-        """The loss of each stream in the step just done, in nats per token."""
+        """The loss of each stream in the step just done, in nats per token; RuntimeError once it is not finite."""
+        if not row_losses.isfinite().all():
+            raise RuntimeError(f"the loss is not finite at step {self.step}; lower --lr")
         parts = zip(self.rows, row_losses.split(list(self.rows.values())), strict=True)
         return {f"loss_{name}": part.mean().item() for name, part in parts if len(part)}
 
