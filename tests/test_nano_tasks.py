@@ -337,11 +337,13 @@ def test_batches_follow_the_mixture_and_the_step():
 
 def test_schedule():
     assert schedule.progress(5, 10, 30, 40) == 0.75
-    assert schedule.learning_rate_share(0, 0) == 1 / schedule.WARMUP_STEPS
-    assert schedule.learning_rate_share(1000, 0.5) == 1
-    assert schedule.learning_rate_share(1000, 0.85) == pytest.approx(0.5)
-    assert schedule.learning_rate_share(1000, 1.0) == schedule.FINAL_LR_SHARE
-    assert [schedule.balance_weight(step, at) for step, at in ((0, 0), (300, 0.5), (900, 1))] == [0.05, 0.02, 0.003]
+    assert schedule.learning_rate_share(0, 0, 0.3) == 1 / schedule.WARMUP_STEPS
+    assert schedule.learning_rate_share(1000, 0.5, 0.3) == 1
+    assert schedule.learning_rate_share(1000, 0.85, 0.3) == pytest.approx(0.5)
+    assert schedule.learning_rate_share(1000, 0.5, 1.0) == 0.5
+    assert schedule.learning_rate_share(1000, 1.0, 0.3) == schedule.FINAL_LR_SHARE
+    weights = [schedule.balance_weight(step, at, 0.3) for step, at in ((0, 0), (300, 0.5), (900, 1))]
+    assert weights == [0.05, 0.02, 0.003]
 
 
 # Model and optimizer.
@@ -506,6 +508,14 @@ def test_resumed_run_equals_the_uninterrupted_one(command, optimizer: str):
     assert "where-hard" in entries[2]
     with pytest.raises(ValueError, match="seed"):
         command(f"parts-{optimizer}", optimizer=optimizer, resume=parts / "state.pt", seed=1)
+
+
+def test_initial_weights_are_the_exported_ones(tmp_path: Path, small_tokenizer):
+    exported, other = Model(TINY, seed=1), Model(TINY, seed=2)
+    export.export(exported, small_tokenizer, tmp_path)
+    export.load_weights(other, tmp_path)
+    for left, right in zip(exported.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(left.bfloat16(), right.bfloat16())
 
 
 def test_exact_match_wants_every_token(small_tokenizer):

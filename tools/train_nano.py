@@ -72,6 +72,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     run.add_argument("--batch", type=int, default=128, help="windows in a batch (default: %(default)s)")
     run.add_argument("--sequence", type=int, default=1024, help="tokens in a window (default: %(default)s)")
     run.add_argument("--lr", type=float, default=4e-3, help="peak learning rate (default: %(default)s)")
+    run.add_argument("--decay-share", type=float, default=0.4, help="part of the run with falling rate (default: 0.4)")
+    run.add_argument("--initial", metavar="DIR", help="start from the weights of an exported model of the same sizes")
     run.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help="for the matrices")
     run.add_argument("--seed", type=int, default=0)
     run.add_argument("--log-every", type=int, default=250, metavar="STEPS")
@@ -98,6 +100,8 @@ def build_settings(arguments: argparse.Namespace) -> Settings:
         lr=arguments.lr,
         optimizer=arguments.optimizer,
         seed=arguments.seed,
+        decay_share=arguments.decay_share,
+        initial=arguments.initial,
         mixture=dict(zip(MIXTURE, arguments.mixture, strict=True)),
     )
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
@@ -32,6 +32,16 @@ def hf_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
                     yield f"{prefix}.{expert_id}.down_proj.weight", matrix
             case _:
                 yield f"{prefix}.{kind}", parameter
+
+
+def load_weights(model: Model, folder: Path) -> None:
+    """The inverse of `hf_tensors`: fill the model from an exported folder of the same sizes."""
+    stored = load_file(folder / WEIGHTS)
+    with torch.no_grad():
+        for name, parameter in hf_tensors(model):
+            parameter.copy_(stored.pop(name))
+    if stored:
+        raise ValueError(f"{folder} holds tensors that the model does not: {', '.join(sorted(stored)[:3])}")
 
 
 def hf_config(config: ModelConfig) -> dict[str, object]:

@@ -14,6 +14,7 @@ from . import schedule
 from .batches import Batches, rows_per_stream
 from .corpus import HELD_OUT_STREAMS, Corpus
 from .evaluation import bits_per_character, task_accuracies
+from .export import load_weights
 from .model import Model, ModelConfig, Output, token_losses
 from .optimizer import build_optimizers
 from .tokenizer import token_bytes
@@ -36,6 +37,8 @@ class Settings:
     lr: float = 3e-3
     optimizer: str = "muon"
     seed: int = 0
+    decay_share: float = 0.4  # of the run, at its end, over which the learning rate falls
+    initial: str | None = None  # folder of an exported model to start from
     mixture: dict[str, float] = field(default_factory=lambda: dict(MIXTURE))
 
 
@@ -43,6 +46,8 @@ class Trainer:
     def __init__(self, settings: Settings, corpus: Corpus, folder: Path, device: str) -> None:
         self.settings, self.corpus, self.folder = settings, corpus, folder
         self.model = Model(settings.model, settings.seed).to(device)
+        if settings.initial is not None:
+            load_weights(self.model, Path(settings.initial))
         self.optimizers = build_optimizers(self.model, settings.optimizer, settings.lr)
         self.rows = rows_per_stream(settings.mixture, settings.batch)
         streams = {name: corpus.stream(name) for name in self.rows}
@@ -86,11 +91,11 @@ class Trainer:
         ids = self.batches.draw(self.step)
         output = self.model(ids[:, :-1])
         row_losses = self.token_losses(output.hidden, self.model.embed_tokens.weight, ids[:, 1:]).mean(1)
-        balance_weight = schedule.balance_weight(self.step, progress)
+        balance_weight = schedule.balance_weight(self.step, progress, self.settings.decay_share)
         loss = row_losses.mean() + balance_weight * output.balance_loss + Z_LOSS_WEIGHT * output.z_loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP_NORM)
-        lr = self.settings.lr * schedule.learning_rate_share(self.step, progress)
+        lr = self.settings.lr * schedule.learning_rate_share(self.step, progress, self.settings.decay_share)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = lr
