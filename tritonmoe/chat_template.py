@@ -192,7 +192,7 @@ class _Compiled(NamedTuple):
 class _GenerationTag(Extension):
     """`{% generation %}` marks what to train on; for rendering it is only a scope."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags: ClassVar[set[str]] = {"generation"}  # type: ignore[reportIncompatibleVariableOverride]  # jinja's own annotation lacks ClassVar
 
     def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
@@ -270,7 +270,8 @@ class _Environment(ImmutableSandboxedEnvironment):
             for block in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
                 check = nodes.Call(nodes.EnvironmentAttribute("check_time"), [], [], None, None)
                 block.body.insert(0, nodes.ExprStmt(check, lineno=block.lineno))
-            return _Compiled(self.from_string(tree.set_environment(self)), variables)
+            program = self.from_string(tree.set_environment(self))  # type: ignore[arg-type]  # a tree is accepted
+            return _Compiled(program, variables)
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             raise TokenizerError(f"the chat template is broken at {where}") from None

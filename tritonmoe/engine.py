@@ -100,16 +100,10 @@ class Engine:
         )
         return cls(Decoder(spec, weights), tokenizer, template, stop_ids, defaults, limit)
 
-    def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: SamplingParams | None = None
-    ) -> Generation | list[Generation]:
-        """Continue one prompt (a string, or token ids) or a batch of them; a batch gives a list.
-
-        Strings get the special tokens that the tokenizer puts around a plain text.
-        """
-        if _is_single(prompts):
-            return self.generate_batch([prompts], params)[0]  # type: ignore[list-item]
-        return self.generate_batch(prompts, params)  # type: ignore[arg-type]
+    def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
+        """Continue one prompt: a string, which gets the special tokens the tokenizer puts around a plain text,
+        or token ids as they are."""
+        return self.generate_batch([prompt], params)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Generation]:
         """Continue several prompts together, each as it would be alone."""
@@ -129,6 +123,23 @@ class Engine:
         row = self._row(prompt, params)
         session = session if session is not None else self.session()
         return TextStream(row, self._run_session(row, session))
+
+    def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Natural log of the probability of each token but the first, given the ones before it."""
+        ids = self._prompt_ids(token_ids)
+        if len(ids) > self.max_context:
+            raise InputError(f"{len(ids)} tokens do not fit in the context of {self.max_context}")
+        device = self.decoder.device
+        cache = allocate_cache(self.decoder.spec, 1, len(ids), device, self.decoder.dtype)
+        scores: list[float] = []
+        for start in range(0, len(ids) - 1, PREFILL_CHUNK):
+            end = min(start + PREFILL_CHUNK, len(ids) - 1)
+            chunk = torch.tensor([ids[start:end]], device=device)
+            positions = torch.arange(start, end, device=device)[None]
+            logits = self.decoder.forward(chunk, positions, cache, length=end, last_only=False)[0]
+            following = torch.tensor(ids[start + 1 : end + 1], device=device)
+            scores += logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
+        return scores
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
@@ -277,7 +288,3 @@ def _default_params(folder: Path) -> SamplingParams:
     elif "temperature" not in found:
         found["temperature"] = 1.0
     return replace(SamplingParams(), **found)
-
-
-def _is_single(prompts: Prompt | Sequence[Prompt]) -> bool:
-    return isinstance(prompts, str) or (len(prompts) > 0 and all(isinstance(item, int) for item in prompts))

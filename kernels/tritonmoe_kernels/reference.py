@@ -50,13 +50,13 @@ def attention(
     batch, tokens, heads, size = q.shape
     kv_heads, length = keys.shape[1], keys.shape[2]
     grouped = q.view(batch, tokens, kv_heads, heads // kv_heads, size).permute(0, 2, 3, 1, 4)  # [B, kv, G, T, D]
-    scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).float() * scale
+    scores = (grouped.flatten(2, 3) @ keys.transpose(-1, -2)).float().mul_(scale)  # in place: the largest tensor
     scores = scores.view(batch, kv_heads, heads // kv_heads, tokens, length)
     index = torch.arange(length, device=q.device)
     visible = index <= positions[..., None]  # [B, T, L]
     if window is not None:
         visible &= index > positions[..., None] - window
-    scores = scores.masked_fill(~visible[:, None, None], float("-inf"))
+    scores.masked_fill_(~visible[:, None, None], float("-inf"))
     if sinks is not None:
         column = sinks.float().view(1, kv_heads, -1, 1, 1).expand(batch, -1, -1, tokens, 1)
         weights = torch.cat((scores, column), dim=-1).softmax(-1)[..., :length]

@@ -14,7 +14,8 @@ from . import add, code, json_object, listop, lookup, path, where, word
 from .task import EASY, HARD, STRETCH, TEST_LEVELS, TRAINING_SHARES, Task, is_test
 
 __all__ = [
-    "EASY", "FAMILIES", "HARD", "STRETCH", "TEST_LEVELS", "Task", "is_test", "sample", "score", "test_items",
+    "EASY", "FAMILIES", "HARD", "STRETCH", "TEST_LEVELS", "Task", "is_test", "read_test_file", "sample", "score",
+    "test_items",
     "training_items", "write_test_files",
 ]  # fmt: skip
 
@@ -68,6 +69,16 @@ def write_test_files(folder: Path, count: int = 500) -> None:
                 for task in test_items(family, level, count)
             ]
             (folder / f"{family}-{level}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def read_test_file(path: Path) -> list[Task]:
+    """The items of a file that `write_test_files` wrote; its name says family and level."""
+    family, level = path.stem.split("-")
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [
+        Task(family, level, row["prompt"], row["answer"], row["final"], tuple((tuple(a), v) for a, v in row["tests"]))
+        for row in rows
+    ]
 
 
 def score(task: Task, generated_text: str) -> bool:
