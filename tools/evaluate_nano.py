@@ -129,6 +129,14 @@ def measure_text(engine: Engine, works: Path | None, passages: Path | None) -> d
     return results
 
 
+def store(path: Path, part: str, results: object) -> None:
+    """Put one part's results beside the others that the file has by now."""
+    found = json.loads(path.read_text()) if path.exists() else {}
+    found[part] = {"provenance": provenance(), "results": results}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="+", choices=PARTS, help="what to measure")
@@ -140,7 +148,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/measurements/embedded-model.json")
     options = parser.parse_args()
     engine = Engine.from_pretrained(options.model)
-    found = json.loads(options.out.read_text()) if options.out.exists() else {}
     for part in options.parts:
         results: object
         if part == "text":
@@ -151,9 +158,7 @@ def main() -> None:
             results = measure_speed(options.model)
         else:
             results = measure_samples(engine)
-        found[part] = {"provenance": provenance(), "results": results}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
+        store(options.out, part, results)
         print(f"{part}: written to {options.out.name}", flush=True)
 
 

@@ -11,7 +11,7 @@ from provenance import ROOT, provenance
 
 OUTPUT = ROOT / "docs/measurements/gpu-tests.json"
 # What the parity tests print, one line per architecture.
-PARITY = re.compile(r"\.?(\S+): rms error (\S+), transformers (\S+), ratio (\S+)")
+PARITY = re.compile(r"\.*(\S+): rms error (\S+), transformers (\S+), ratio (\S+)")
 SUMMARY = re.compile(r"^\d+ (?:passed|failed|skipped).* in .*$", re.MULTILINE)
 
 
