@@ -11,7 +11,6 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -153,7 +152,9 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> TensorEntry:
 
 
 class TensorReader:
-    """Copies bytes from checkpoint files into tensors, through one staging buffer where a cast is needed."""
+    """Copies bytes from checkpoint files into tensors, through one staging buffer where a cast is needed.
+
+    For one thread at a time; `close` it."""
 
     def __init__(self, pin_staging: bool = False) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -211,13 +212,3 @@ class TensorReader:
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
-
-
-@contextmanager
-def tensor_reader(pin_staging: bool = False) -> Iterator[TensorReader]:
-    """A TensorReader whose files are closed at the end, also after an error."""
-    reader = TensorReader(pin_staging)
-    try:
-        yield reader
-    finally:
-        reader.close()

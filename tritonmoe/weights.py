@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonmoe.memory import empty_tensor
 from tritonmoe.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 
 
@@ -72,10 +73,10 @@ class Allocator:
         self.spec, self.device, self.dtype = spec, device, dtype
 
     def matrix(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=self.dtype)
+        return empty_tensor(shape, self.dtype, self.device)
 
     def exact(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, device=self.device, dtype=torch.float32)
+        return empty_tensor(shape, torch.float32, self.device)
 
     def model(self) -> ModelWeights:
         spec = self.spec
