@@ -139,6 +139,18 @@ def test_hub_id_without_network(tmp_path: Path) -> None:
     assert b"HF_HUB_OFFLINE" in done.stderr
 
 
+def test_out_of_memory_while_running(
+    pristine_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")
+
+    monkeypatch.setattr("tritonmoe.model.attention_block", fail)
+    line = refused(capsys, "--model", str(pristine_folder), "x", "--no-stream")
+    assert "out of memory" in line
+    assert "you tried to allocate 7 bytes" in line
+
+
 def test_help_documents_exit_codes() -> None:
     done = run("--help")
     assert done.returncode == 0

@@ -20,7 +20,8 @@ def chat(engine: Engine, params: SamplingParams, system: str | None) -> int:
     print(HELP, file=sys.stderr)
     while True:
         try:
-            text = input("> ").strip()
+            print("> ", end="", file=sys.stderr, flush=True)  # input() would put it among the answers on stdout
+            text = input().strip()
         except EOFError:
             print(file=sys.stderr)
             return 0

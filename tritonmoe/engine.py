@@ -79,7 +79,10 @@ class Engine:
         bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
-        folder = embedded_folder() if model == EMBEDDED else resolve_model(model, revision=revision)
+        if model == EMBEDDED and revision is None:
+            folder = embedded_folder()
+        else:
+            folder = resolve_model(model, revision=revision)
         spec = load_spec(folder)
         target = resolve_device(device)
         # Small files first: a mistake in one of them should not cost the time to load the weights.

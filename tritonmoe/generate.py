@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("text", nargs="?", metavar="PROMPT", help="the prompt; read from stdin when piped")
     parser.add_argument("--model", default=EMBEDDED, help="a folder, a hub id, or 'nano': the embedded model (default)")
+    parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
     parser.add_argument("--prompt", action="append", help="the prompt; given several times: a batch")
     parser.add_argument("--prompt-file", type=Path, help="a UTF-8 file that is the prompt")
     parser.add_argument("--chat", action="store_true", help="use the chat template; without a prompt: interactive")
@@ -84,10 +85,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except TritonMoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_BAD_INPUT
-    except torch.OutOfMemoryError as error:
+    except (torch.OutOfMemoryError, RuntimeError, MemoryError) as error:
+        if not _is_out_of_memory(error):
+            raise
         print(
-            f"error: out of memory on the GPU ({str(error).splitlines()[0]}); "
-            "use a smaller --max-context, a smaller --dtype or --device cpu",
+            f"error: out of memory ({' '.join(str(error).split())[:120]}); "
+            "use a smaller --max-context, --max-new-tokens or --dtype, or another --device",
             file=sys.stderr,
         )
         return EXIT_BAD_INPUT
@@ -100,6 +103,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """torch has a type of its own for the GPU only; on the host it raises RuntimeError with this text."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
 def _run(options: argparse.Namespace) -> int:
     _refuse_contradictions(options)
     params = _params(options, SamplingParams())  # refuse bad values before the model is loaded
@@ -109,6 +117,7 @@ def _run(options: argparse.Namespace) -> int:
         dtype=options.dtype,
         device=options.device,
         max_context=options.max_context,
+        revision=options.revision,
         check_weights=not options.no_check_weights,
         check_memory=not options.no_check_memory,
         progress=sys.stderr.isatty(),
