@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from conftest import TINY_CONFIG
+from tiny_checkpoints import TINY, build
 
 from tritonmoe.architectures import ARCHITECTURES, NEEDS, parse_config
 from tritonmoe.errors import ConfigError
+from tritonmoe.rope import RotaryTable
 from tritonmoe.spec import ModelSpec
 
 GPT_OSS = {
@@ -72,7 +77,6 @@ def test_gpt_oss_published_file() -> None:
     assert yarn is not None
     assert yarn.attention_factor == pytest.approx(1.3466, abs=1e-4)
     assert not yarn.truncate
-    assert spec.quantization == "mxfp4"
     assert spec.layers[0].attention.sinks
     assert spec.layers[0].attention.output_bias
 
@@ -211,3 +215,76 @@ def test_hunyuan_lists_and_alpha() -> None:
     assert moe is not None
     assert (moe.num_experts_per_tok, moe.shared_size) == (2, 16)
     assert spec.layers[0].attention.rope.theta == pytest.approx(10000.0 * 1000.0 ** (8 / 6))
+
+
+@pytest.mark.parametrize("name", [name for name, tiny in TINY.items() if name == tiny.model_type])
+def test_absent_keys_mean_what_transformers_takes_them_for(name: str, tmp_path: Path) -> None:
+    """Each key that transformers saves is removed in turn: the spec is that of its default, or the key is asked for."""
+    mapping = pytest.importorskip("transformers.models.auto.configuration_auto").CONFIG_MAPPING
+    model = build(name)
+    if model is None:
+        pytest.skip(f"this transformers has no {name}")
+    model.config.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    for key in sorted(saved.keys() - {"model_type"}):
+        reduced = {k: v for k, v in saved.items() if k != key}
+        try:
+            ours = parse_config(copy.deepcopy(reduced))
+        except ConfigError:
+            continue  # obligatory here
+        mapping[name].from_dict(copy.deepcopy(reduced)).save_pretrained(tmp_path)
+        completed = json.loads((tmp_path / "config.json").read_text())
+        theirs = parse_config({**completed, "dtype": reduced.get("dtype")})
+        assert ours == theirs, key
+
+
+ROPES: list[dict[str, Any]] = [
+    {"rope_type": "default", "rope_theta": 5e5},
+    {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0},
+    {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 32, "truncate": False},
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.7,
+        "mscale_all_dim": 0.4,
+        "beta_fast": 16.0,
+        "beta_slow": 2.0,
+    },
+    {
+        "rope_type": "yarn",
+        "rope_theta": 1e4,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "attention_factor": 1.7,
+        "partial_rotary_factor": 0.5,
+    },
+]
+
+
+@pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope["rope_type"])
+def test_angles_equal_transformers(rope: dict[str, Any]) -> None:
+    rotary = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe").Qwen3MoeRotaryEmbedding
+    config = pytest.importorskip("transformers").Qwen3MoeConfig(
+        hidden_size=64, num_attention_heads=2, head_dim=32, max_position_embeddings=256, rope_parameters=dict(rope)
+    )
+    if rope.get("partial_rotary_factor") is None:
+        expected_cos, _ = rotary(config)(torch.zeros(1), torch.arange(300)[None])
+    else:
+        functions = pytest.importorskip("transformers.modeling_rope_utils").ROPE_INIT_FUNCTIONS
+        frequencies, magnitude = functions[rope["rope_type"]](config, torch.device("cpu"))
+        angles = torch.arange(300)[None, :, None].float() * frequencies
+        expected_cos = torch.cat((angles, angles), -1).cos() * magnitude
+    spec = (
+        parse(head_dim=32, max_position_embeddings=256, rope_theta=None, rope_parameters=rope).layers[0].attention.rope
+    )
+    cos, _ = RotaryTable({spec}, torch.device("cpu")).at(torch.arange(300)[None])[spec]
+    assert torch.equal(cos, expected_cos[..., : spec.dim // 2])
+
+
+def test_yarn_extends_the_context() -> None:
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert parse(rope_scaling=yarn).max_position == 512
+    assert parse().max_position == 128

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import tritonmoe.engine
-from tritonmoe import Engine, SamplingParams
+from tritonmoe import Engine, Interrupted, SamplingParams
 from tritonmoe.errors import InputError
+from tritonmoe.generation import Row
 
 PROMPTS = ["Hello", "A much longer prompt than the first, to differ", "x"]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=5)
@@ -79,6 +80,80 @@ def test_session_reuses_the_common_prefix(engine: Engine) -> None:
     assert other.result().reused_tokens == 0
 
 
+def test_session_that_grows_keeps_what_it_holds(engine: Engine) -> None:
+    """The second turn needs a larger cache than the first."""
+    params = SamplingParams(max_new_tokens=4)
+    session = engine.session()
+    first = engine.stream("Hello", params, session)
+    "".join(first)
+    grown = engine.tokenizer.encode("Hello") + first.result().token_ids + engine.tokenizer.encode(" again" * 9)
+    second = engine.stream(grown, params, session)
+    "".join(second)
+    assert second.result().reused_tokens >= 8
+    assert second.result().token_ids == engine.generate(grown, params).token_ids
+
+
+def test_interrupt_while_the_cache_grows(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The old cache stays, and what the session says of it stays true."""
+    params = SamplingParams(max_new_tokens=4)
+    session = engine.session()
+    "".join(engine.stream("Hello", params, session))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tritonmoe.session.allocate_cache", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            "".join(engine.stream("Hello there, much longer", params, session))
+    again = engine.stream("Hello", params, session)
+    assert "".join(again) == engine.generate("Hello", params).text
+    assert again.result().reused_tokens == 4
+
+
+def test_interrupted_batch_keeps_what_it_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = []
+
+    def step(*arguments: object) -> torch.Tensor:
+        if len(steps) == 3:
+            raise KeyboardInterrupt
+        steps.append(1)
+        return original(*arguments)
+
+    original = engine._step
+    monkeypatch.setattr(engine, "_step", step)
+    with pytest.raises(Interrupted) as caught:
+        engine.generate_batch(PROMPTS, SamplingParams(max_new_tokens=20))
+    assert [len(result.token_ids) for result in caught.value.results] == [4, 4, 4]
+    assert {result.finish_reason for result in caught.value.results} == {"interrupted"}
+
+
+def test_ids_past_the_tokenizer_are_never_drawn(engine: Engine) -> None:
+    """Embedding tables are padded; the last row here gets the largest logit of all."""
+    logits = torch.zeros(1, engine.decoder.spec.vocab_size)
+    logits[0, -1] = 9.0
+    logits[0, 7] = 1.0
+    row = engine._row("Hello", SamplingParams(max_new_tokens=3))
+    engine._advance([row], logits)
+    assert engine.tokenizer.vocab_size < engine.decoder.spec.vocab_size
+    assert row.token_ids[-1] == 7
+
+
+def test_text_ends_with_an_unfinished_character(engine: Engine) -> None:
+    """The end of a generation shows bytes that can no longer become a character."""
+    row = Row([5], SamplingParams(max_new_tokens=2), engine.tokenizer, frozenset(), 100)
+    first, _ = engine.tokenizer.encode("é")
+    assert row.append(engine.tokenizer.encode("a")[0]) == "a"
+    assert row.append(first) == "\ufffd"
+    assert row.result().text == "a\ufffd"
+
+
+def test_logits_that_are_not_finite(engine: Engine) -> None:
+    row = engine._row("Hello", SAMPLED)
+    with pytest.raises(InputError, match="not finite"):
+        engine._advance([row], torch.full((1, engine.decoder.spec.vocab_size), float("nan")))
+
+
 def test_session_survives_an_abandoned_stream(engine: Engine) -> None:
     params = SamplingParams(max_new_tokens=30)
     session = engine.session()
@@ -136,6 +211,7 @@ def test_chat_prompt(engine: Engine) -> None:
         ([], "the prompt is empty"),
         ("x" * 200, "200 tokens, which leaves no room in the context of 128"),
         ([1, 2, 999], "token id 999"),
+        ([1.5], "integer token ids"),
     ],
 )
 def test_bad_prompts(engine: Engine, prompt: str | list[int], message: str) -> None:
@@ -166,7 +242,7 @@ def test_gpu_asked_for_and_absent(pristine_folder: Path) -> None:
 
 def test_cache_that_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tritonmoe.memory.available_bytes", lambda device: 1000)
-    with pytest.raises(InputError, match=r"the KV cache of 1 x \d+ tokens needs .* --max-context"):
+    with pytest.raises(InputError, match=r"the KV cache of 1 x \d+ tokens .* needs .* --max-context"):
         engine.generate("Hello")
 
 

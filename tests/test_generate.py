@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tritonmoe.chat import assistant_message
 from tritonmoe.generate import main
 
 COMMAND = [sys.executable, "-m", "tritonmoe.generate"]
@@ -93,9 +95,11 @@ def test_batch_prints_a_line_per_prompt(pristine_folder: Path) -> None:
         (["--top-k", "-2", "x"], "--top-k must be"),
         (["--seed", "-2", "x"], "--seed must be"),
         (["--max-context", "0", "x"], "--max-context must be"),
-        (["--stop", "", "x"], "stop must be"),
+        (["--stop", "", "x"], "--stop must be"),
         (["", "--max-new-tokens", "3"], "the prompt is empty"),
         (["x", "--prompt", "y"], "give the prompt once"),
+        (["x", "--top-k", "5"], "--top-k has no effect on greedy decoding"),
+        (["x", "--chat", "--system", "\udcff"], "--system is not valid UTF-8"),
         (["x", "--system", "be good"], "--system needs --chat"),
         (["--prompt-file", "/nonexistent/prompt"], "--prompt-file /nonexistent/prompt: No such file"),
         (["bad \udcff byte"], "not valid UTF-8"),
@@ -149,6 +153,70 @@ def test_out_of_memory_while_running(
     line = refused(capsys, "--model", str(pristine_folder), "x", "--no-stream")
     assert "out of memory" in line
     assert "you tried to allocate 7 bytes" in line
+
+
+@pytest.mark.parametrize(
+    ("shell", "code", "message"),
+    [
+        (">/dev/full", 2, "the output cannot be written: No space left on device"),
+        (">&-", 0, None),
+        ("--json >&-", 0, None),
+        ("2>&-", 0, None),
+    ],
+)
+def test_unusual_streams(pristine_folder: Path, shell: str, code: int, message: str | None) -> None:
+    command = f"{shlex.join([*COMMAND, 'hi', '--max-new-tokens', '3', '--model', str(pristine_folder)])} {shell}"
+    done = subprocess.run(
+        ["bash", "-c", command], stdin=subprocess.DEVNULL, capture_output=True, env=ENVIRONMENT, timeout=60, check=False
+    )
+    assert done.returncode == code, done.stderr
+    assert b"Traceback" not in done.stderr
+    if message is not None:
+        assert message in done.stderr.decode()
+
+
+def test_stdin_closed() -> None:
+    command = f"{shlex.join(COMMAND)} <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, env=ENVIRONMENT, timeout=60, check=False)
+    assert done.returncode == 2
+    assert b"no prompt" in done.stderr
+
+
+def test_ctrl_c_before_torch_is_imported() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "x"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
+    )
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (130, b"")
+    assert b"Traceback" not in err
+
+
+def test_ctrl_c_with_json_prints_what_there_is() -> None:
+    process = subprocess.Popen(
+        [*COMMAND, "Once upon a time", "--json", "--max-new-tokens", "900", "--temperature", "1"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=ENVIRONMENT,
+    )
+    assert process.stderr is not None
+    assert b"loaded" in process.stderr.readline()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    result = json.loads(out)
+    assert result["finish_reason"] == "interrupted"
+    assert result["text"]
+
+
+def test_channels_go_back_apart() -> None:
+    text = "<|channel|>analysis<|message|>Think.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>"
+    assert assistant_message(text) == {"role": "assistant", "content": "Hello.", "thinking": "Think."}
+    assert assistant_message("plain <b>") == {"role": "assistant", "content": "plain <b>"}
+    assert assistant_message(text[:40])["content"] == ""
 
 
 def test_help_documents_exit_codes() -> None:

@@ -76,7 +76,8 @@ def test_shards_may_split_an_expert(model_folder: Path, pristine_folder: Path, i
 
 def test_prefixes_and_skippable_tensors(model_folder: Path, pristine_folder: Path) -> None:
     tensors = {k.replace("model.", "model.language_model."): v for k, v in tiny_tensors().items()}
-    tensors.update({"mtp.fc.weight": torch.ones(3), "model.visual.patch.weight": torch.ones(3)})
+    extra = ("mtp.fc.weight", "model.visual.patch.weight", "model.mtp_block.0.input_layernorm.weight")
+    tensors.update({name: torch.ones(3) for name in (*extra, "model.layers.0.self_attn.rotary_emb.inv_freq")})
     tensors["model.layers.2.mlp.gate.weight"] = torch.ones(3)  # one past the last layer: predicts further tokens
     rewrite(model_folder, tensors)
     assert_same(load(model_folder), load(pristine_folder))
@@ -140,6 +141,34 @@ def test_one_tensor_under_two_names(model_folder: Path) -> None:
     expect(model_folder, "model.layers.0.mlp.gate.weight", "router.gate", "two names of one tensor")
 
 
+def test_per_expert_layout_without_its_biases(tmp_path: Path) -> None:
+    """GPT-OSS's experts have biases; a checkpoint with only the matrices must not load with random ones."""
+    from tiny_checkpoints import build, save
+
+    model = build("gpt_oss")
+    if model is None:
+        pytest.skip("this transformers has no gpt_oss")
+    save(model, tmp_path)
+    fused, tensors = load(tmp_path), load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if ".experts." in name]:
+        del tensors[name]
+
+    def per_expert(kind: str, gate_up: str, down: str) -> dict[str, torch.Tensor]:
+        parts = {}
+        for i, layer in enumerate(fused.layers):
+            for e in range(8):
+                gate, up = getattr(layer.moe.experts, gate_up)[e].chunk(2)
+                for name, value in (("gate", gate), ("up", up), ("down", getattr(layer.moe.experts, down)[e])):
+                    parts[f"model.layers.{i}.mlp.experts.{e}.{name}_proj.{kind}"] = value
+        return parts
+
+    rewrite(tmp_path, tensors | per_expert("weight", "gate_up", "down"))
+    expect(tmp_path, "experts.0.gate_proj.bias", "missing")
+    biases = per_expert("bias", "gate_up_bias", "down_bias")
+    rewrite(tmp_path, tensors | per_expert("weight", "gate_up", "down") | biases)
+    assert_same(load(tmp_path), fused)
+
+
 def test_misshapen_tensor(model_folder: Path) -> None:
     rewrite(model_folder, {**tiny_tensors(), EXPERT: torch.ones(16, 33)})
     expect(model_folder, EXPERT, "[16, 33]", "[16, 32]")
@@ -157,6 +186,14 @@ def test_not_finite_weights(model_folder: Path, value: float) -> None:
     rewrite(model_folder, tensors)
     expect(model_folder, EXPERT, "NaN or infinite")
     assert not load(model_folder, check_finite=False).layers[1].moe.experts.gate_up.isfinite().all()
+
+
+def test_weights_beyond_float16(model_folder: Path) -> None:
+    tensors = tiny_tensors()
+    tensors[EXPERT][3, 5] = 1e5
+    rewrite(model_folder, tensors)
+    with pytest.raises(CheckpointError, match="beyond the range of float16; use --dtype bfloat16"):
+        load_weights(model_folder, load_spec(model_folder), torch.device("cpu"), torch.float16)
 
 
 def test_large_finite_weights_pass(model_folder: Path, pristine_folder: Path) -> None:

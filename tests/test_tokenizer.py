@@ -370,7 +370,7 @@ def test_sampling_defaults(tmp_path: Path) -> None:
         ("temperature", float("nan")),
         ("temperature", 10**400),
         ("top_k", 20.0),
-        ("top_k", -1),
+        ("top_k", -2),
         ("top_k", True),
         ("top_p", 0),
         ("top_p", 1.01),

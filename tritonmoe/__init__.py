@@ -1,9 +1,34 @@
-"""tritonmoe: runs Mixture-of-Experts language models, exactly as they are."""
+"""tritonmoe: runs Mixture-of-Experts language models, exactly as they are.
 
-from tritonmoe.engine import Engine, TextStream
-from tritonmoe.errors import TritonMoeError
-from tritonmoe.generation import Generation
-from tritonmoe.sampling import SamplingParams
+The public names are imported when they are first used: importing torch takes a second, which `--help`, an error in
+an option and Ctrl-C should not have to wait for.
+"""
 
-__all__ = ["Engine", "Generation", "SamplingParams", "TextStream", "TritonMoeError"]
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tritonmoe.engine import Engine, Interrupted, TextStream
+    from tritonmoe.errors import TritonMoeError
+    from tritonmoe.generation import Generation
+    from tritonmoe.sampling import SamplingParams
+
+__all__ = ["Engine", "Generation", "Interrupted", "SamplingParams", "TextStream", "TritonMoeError"]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Engine": "engine",
+    "Generation": "generation",
+    "Interrupted": "engine",
+    "SamplingParams": "sampling",
+    "TextStream": "engine",
+    "TritonMoeError": "errors",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'tritonmoe' has no attribute {name!r}")
+    return getattr(import_module(f"tritonmoe.{_MODULES[name]}"), name)

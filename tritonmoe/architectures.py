@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tritonmoe.config_reader import ConfigReader, read_json
+from tritonmoe.config_reader import MISSING, ConfigReader, read_json
 from tritonmoe.errors import ConfigError
 from tritonmoe.spec import (
     Activation,
@@ -57,11 +57,17 @@ class Architecture:
     windows: Windows = "layer_types"
     sinks: bool = False
     first_dense: int = 0  # dense layers at the start when the file does not say
-    rope_theta: float = 10000.0
+    rope_theta: float | None = 10000.0  # None: the file must say
     rope_interleaved: bool = False
     rotary_factor: float = 1.0
     default_yarn: bool = False  # rope_parameters absent means GPT-OSS's published YaRN
     tied_default: bool = False
+    norm_epsilon: float = 1e-6
+    head_dim: int | None = None  # None: hidden size over heads
+    kv_heads_optional: bool = False  # absent means as many as heads
+    attention_scale: float | None = None  # None: head_dim ** -0.5
+    router_scale: float = 1.0
+    first_sparse: int = 0  # `moe_layer_start_index` when the file does not say
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -80,8 +86,11 @@ ARCHITECTURES: dict[str, Architecture] = {
         expert_size_key="intermediate_size",
         windows="all",
         rope_theta=1e6,
+        norm_epsilon=1e-5,
     ),
-    "olmoe": Architecture(qk_norm="full", expert_size_key="intermediate_size"),
+    "olmoe": Architecture(
+        qk_norm="full", expert_size_key="intermediate_size", norm_epsilon=1e-5, kv_heads_optional=True
+    ),
     "gpt_oss": Architecture(
         score="topk_softmax",
         renormalize=True,
@@ -93,6 +102,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         expert_bias=True,
         rope_theta=150000.0,
         default_yarn=True,
+        norm_epsilon=1e-5,
+        head_dim=64,
     ),
     "glm4_moe": Architecture(
         score="sigmoid",
@@ -105,8 +116,15 @@ ARCHITECTURES: dict[str, Architecture] = {
         rotary_factor=0.5,
         first_dense=1,
         shared_count_key="n_shared_experts",
+        norm_epsilon=1e-5,
     ),
-    "granitemoe": Architecture(score="topk_softmax", renormalize=True, expert_size_key="intermediate_size"),
+    "granitemoe": Architecture(
+        score="topk_softmax",
+        renormalize=True,
+        expert_size_key="intermediate_size",
+        kv_heads_optional=True,
+        attention_scale=1.0,
+    ),
     "ernie4_5_moe": Architecture(
         renormalize=True,
         selection_bias=True,
@@ -117,6 +135,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared_count_key="moe_num_shared_experts",
         shared_count_default=2,
         tied_default=True,
+        norm_epsilon=1e-5,
+        first_sparse=1,
     ),
     "minimax_m2": Architecture(
         score="sigmoid",
@@ -126,8 +146,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         qkv_bias_key=None,
         expert_size_key="intermediate_size",
         rope_theta=5e6,
+        head_dim=128,
     ),
-    "mellum": Architecture(renormalize_default=True, qk_norm="head"),
+    "mellum": Architecture(renormalize_default=True, qk_norm="head", rope_theta=None, head_dim=128),
     "hy_v3": Architecture(
         score="sigmoid",
         renormalize=True,
@@ -137,12 +158,17 @@ ARCHITECTURES: dict[str, Architecture] = {
         shared_count_key="num_shared_experts",
         first_dense=1,
         rope_theta=11158840.0,
+        norm_epsilon=1e-5,
+        head_dim=128,
+        router_scale=2.826,
     ),
     "hunyuan_v1_moe": Architecture(
         renormalize=True,
         qk_norm="head_after_rope",
         expert_size_key="intermediate_size",
         shared_size_key="intermediate_size",
+        norm_epsilon=1e-5,
+        kv_heads_optional=True,
     ),
 }
 
@@ -199,6 +225,7 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelSpe
     architecture = _architecture(model_type, where)
     for name, allowed in REQUIRED_VALUES.items():
         reader.require(name, allowed)
+    _refuse_quantization(top, reader)
     num_layers = reader.integer("num_hidden_layers")
     hidden_size = reader.integer("hidden_size")
     attention = _attention_specs(reader, architecture, num_layers, hidden_size)
@@ -214,11 +241,10 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelSpe
             LayerSpec(attention[i], moe if sparse[i] else None, 0 if sparse[i] else dense_size)
             for i in range(num_layers)
         ),
-        norm_epsilon=reader.number("rms_norm_eps", "layer_norm_eps", "norm_eps", default=1e-6),
+        norm_epsilon=reader.number("rms_norm_eps", "layer_norm_eps", "norm_eps", default=architecture.norm_epsilon),
         tied_head=reader.boolean("tie_word_embeddings", default=architecture.tied_default),
-        max_position=reader.integer("max_position_embeddings"),
+        max_position=max([reader.integer("max_position_embeddings"), *_yarn_limits(attention)]),
         checkpoint_dtype=reader.raw("dtype", "torch_dtype"),
-        quantization=_quantization(top, reader),
         embedding_multiplier=reader.number("embedding_multiplier", default=1.0),
         residual_multiplier=reader.number("residual_multiplier", default=1.0),
         logits_divisor=reader.number("logits_scaling", default=1.0),
@@ -238,14 +264,18 @@ def _architecture(model_type: Any, where: str) -> Architecture:
     raise ConfigError(f"{where}: model_type {model_type!r} {reason}; supported: {supported}")
 
 
-def _quantization(top: ConfigReader, reader: ConfigReader) -> str | None:
+def _yarn_limits(attention: list[AttentionSpec]) -> list[int]:
+    """How far YaRN reaches; recipes add it without raising max_position_embeddings."""
+    yarns = [spec.rope.yarn for spec in attention if spec.rope.yarn is not None]
+    return [int(yarn.original_max_position * yarn.factor) for yarn in yarns]
+
+
+def _refuse_quantization(top: ConfigReader, reader: ConfigReader) -> None:
+    """MXFP4 is seen by the names of the tensors; anything else would be read as if it were not quantised."""
     config = top.child("quantization_config") if top.raw("quantization_config") else reader.child("quantization_config")
-    if not config.values:
-        return None
     method = config.raw("quant_method")
-    if method == "mxfp4":
-        return "mxfp4"
-    raise ConfigError(f"{config.where}: quantisation method {method!r} is not supported (supported: 'mxfp4', none)")
+    if config.values and method != "mxfp4":
+        raise ConfigError(f"{config.where}: quantisation method {method!r} is not supported (supported: 'mxfp4', none)")
 
 
 def _sparse_layers(reader: ConfigReader, architecture: Architecture, num_layers: int) -> list[bool]:
@@ -261,7 +291,7 @@ def _sparse_layers(reader: ConfigReader, architecture: Architecture, num_layers:
         first = reader.integer("first_k_dense_replace", default=architecture.first_dense, minimum=0)
         sparse = [i >= first for i in range(num_layers)]
     step = reader.integer("decoder_sparse_step", default=1)
-    start = reader.integer("moe_layer_start_index", default=0, minimum=0)
+    start = reader.integer("moe_layer_start_index", default=architecture.first_sparse, minimum=0)
     end = reader.integer("moe_layer_end_index", default=-1, minimum=-1)
     interval = reader.integer("moe_layer_interval", default=1)
     last = num_layers - 1 if end == -1 else end
@@ -309,6 +339,7 @@ def _shared_size(reader: ConfigReader, architecture: Architecture, expert_size: 
     if architecture.shared_count_key is not None:
         count = reader.integer(architecture.shared_count_key, default=architecture.shared_count_default, minimum=0)
         return count * expert_size
+    reader.require("shared_expert_intermediate_size", (0,))
     return 0
 
 
@@ -334,7 +365,7 @@ def _router_spec(reader: ConfigReader, architecture: Architecture, num_experts: 
         selection_bias=architecture.selection_bias,
         renorm_epsilon=architecture.renorm_epsilon,
         renorm_minimum=reader.number("moe_norm_min", default=architecture.renorm_minimum),
-        scale=reader.number("routed_scaling_factor", "router_scaling_factor", default=1.0),
+        scale=reader.number("routed_scaling_factor", "router_scaling_factor", default=architecture.router_scale),
         num_groups=groups,
         topk_groups=topk_groups,
     )
@@ -344,8 +375,8 @@ def _attention_specs(
     reader: ConfigReader, architecture: Architecture, num_layers: int, hidden_size: int
 ) -> list[AttentionSpec]:
     heads = reader.integer("num_attention_heads")
-    kv_heads = reader.integer("num_key_value_heads", default=heads)
-    head_dim = reader.integer("head_dim", "attention_head_dim", default=None) or hidden_size // heads
+    kv_heads = reader.integer("num_key_value_heads", default=heads if architecture.kv_heads_optional else MISSING)
+    head_dim = reader.integer("head_dim", "attention_head_dim", default=architecture.head_dim or hidden_size // heads)
     if heads % kv_heads or head_dim % 2:
         raise ConfigError(
             f"{reader.where}: {heads} heads with {kv_heads} key-value heads of {head_dim} values cannot be grouped"
@@ -363,7 +394,7 @@ def _attention_specs(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rope=RopeSpec(0.0, 0),  # replaced below, layer by layer
-        scale=reader.number("attention_multiplier", default=head_dim**-0.5),
+        scale=reader.number("attention_multiplier", default=architecture.attention_scale or head_dim**-0.5),
         qk_norm=qk_norm,
         qkv_bias=has_qkv_bias,
         output_bias=has_qkv_bias and architecture.output_bias,
@@ -431,12 +462,15 @@ def _merged_rope_values(reader: ConfigReader) -> dict[str, Any]:
     return merged
 
 
-def _agreeing(reader: ConfigReader, own: ConfigReader, name: str, default: float) -> float:
+def _agreeing(reader: ConfigReader, own: ConfigReader, name: str, default: float | None) -> float:
     """A RoPE number that may stand inside the RoPE object, beside it, or in both places alike."""
     inside, outside = own.number(name, default=None), reader.number(name, default=None)
     if inside is not None and outside is not None and inside != outside:
         raise ConfigError(f"{reader.where}: {name} = {outside:g} but {own.where.split(': ')[-1]} says {inside:g}")
-    return inside if inside is not None else outside if outside is not None else default
+    value = inside if inside is not None else outside if outside is not None else default
+    if value is None:
+        raise ConfigError(f"{reader.where}: {name} is missing")
+    return value
 
 
 def _rope_spec(reader: ConfigReader, own: ConfigReader, architecture: Architecture, head_dim: int) -> RopeSpec:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 from tritonmoe.engine import Engine
-from tritonmoe.errors import InputError
+from tritonmoe.errors import TritonMoeError
 from tritonmoe.sampling import SamplingParams
 from tritonmoe.session import Session
 
 HELP = "Type a message; /new starts over, /exit or Ctrl-D ends. Ctrl-C stops an answer."
+
+# GPT-OSS writes its reasoning and its answer as messages of two channels.
+CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\||$)", re.DOTALL)
+
+Message = dict[str, str]
 
 
 def chat(engine: Engine, params: SamplingParams, system: str | None) -> int:
@@ -33,27 +39,39 @@ def chat(engine: Engine, params: SamplingParams, system: str | None) -> int:
         if text == "/new":
             messages = list(start)
         elif text:
-            _turn(engine, params, session, messages, text)
+            messages = _turn(engine, params, session, messages, text)
 
 
-def _turn(engine: Engine, params: SamplingParams, session: Session, messages: list[dict[str, str]], text: str) -> None:
-    """Answer one message. The history grows only by what was really said; a refused message leaves it as it was."""
+def _turn(
+    engine: Engine, params: SamplingParams, session: Session, messages: list[Message], text: str
+) -> list[Message]:
+    """Answer one message; returns the conversation with what was really said: a message that was refused, or
+    stopped before a token came, leaves it as it was."""
     asked = [*messages, {"role": "user", "content": text}]
     try:
         stream = engine.stream(engine.chat_prompt(asked), params, session)
-    except InputError as error:
+        try:
+            for piece in stream:
+                print(piece, end="", flush=True)
+        except KeyboardInterrupt:
+            print(" [stopped]", end="", file=sys.stderr)
+    except TritonMoeError as error:
         print(f"error: {error}", file=sys.stderr)
-        return
-    try:
-        for piece in stream:
-            print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        print(" [stopped]", end="", file=sys.stderr)
+        return messages
     print(flush=True)
     result = stream.result()
-    messages[:] = [*asked, {"role": "assistant", "content": result.text}]
     print(
         f"[{result.prompt_tokens} tokens of conversation, {result.reused_tokens} reused; "
         f"{result.tokens_per_s:.1f} tokens/s]",
         file=sys.stderr,
     )
+    return [*asked, assistant_message(result.text)] if result.token_ids else messages
+
+
+def assistant_message(text: str) -> Message:
+    """An answer as chat templates want it back: reasoning and answer apart where the model writes channels."""
+    channels = dict(CHANNEL.findall(text))
+    if not channels:
+        return {"role": "assistant", "content": text}
+    message = {"role": "assistant", "content": channels.pop("final", "")}
+    return {**message, "thinking": "\n".join(channels.values())} if channels else message

@@ -19,16 +19,16 @@ MAX_CONFIG_BYTES = 16 << 20  # the largest published config.json is under 100 kB
 IGNORED_KEYS = frozenset(
     """
     _name_or_path architectures attention_dropout attn_implementation auto_map bos_token_id
-    decoder_start_token_id embd_pdrop embedding_dropout enable_moe_fp32_combine eod_token_id eos_token_id
-    ep_size forced_eos_token_id hidden_dropout hidden_dropout_prob id2label im_end_id im_newline_id
-    im_start_id image_token_id initial_context_length initializer_range label2id
+    chunk_size_feed_forward decoder_start_token_id embd_pdrop embedding_dropout enable_moe_fp32_combine
+    eod_token_id eos_token_id ep_size forced_eos_token_id hidden_dropout hidden_dropout_prob id2label
+    im_end_id im_newline_id im_start_id image_token_id initial_context_length initializer_range label2id
     layernorm_full_attention_beta layernorm_linear_attention_beta layernorm_mlp_beta max_window_layers
     mlp_dropout moe_capacity moe_drop_tokens moe_gate moe_layer_num_skipped moe_random_routing_dropped_token
     moe_use_aux_free mtp_layer_types mtp_mlp_layer_types mtp_transformer_layers num_mtp_layers
     num_mtp_modules num_nextn_predict_layers output_attentions output_hidden_states output_past
     output_router_logits pad_id pad_token_id pretraining_tp resid_pdrop return_dict router_aux_loss_coef
     router_jitter_noise router_z_loss_coef sep_token_id shared_moe_mode text_end_id text_start_id
-    transformers_version unsloth_fixed unsloth_version use_cache use_flash_attention
+    tokenizer_class transformers_version unsloth_fixed unsloth_version use_cache use_flash_attention
     """.split()
 )
 

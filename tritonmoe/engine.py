@@ -14,7 +14,7 @@ import torch
 from tritonmoe.architectures import load_spec
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.config_reader import read_json
-from tritonmoe.errors import InputError
+from tritonmoe.errors import ConfigError, InputError
 from tritonmoe.generation import Generation, Row
 from tritonmoe.generation_config import sampling_defaults, stop_token_ids
 from tritonmoe.hub import resolve_model
@@ -22,15 +22,13 @@ from tritonmoe.kv_cache import KVCache
 from tritonmoe.loading import load_weights
 from tritonmoe.model import Decoder
 from tritonmoe.sampling import SamplingParams, sample
-from tritonmoe.session import Session, allocate_cache
+from tritonmoe.session import PREFILL_CHUNK, Session, allocate_cache
 from tritonmoe.spec import ModelSpec
 from tritonmoe.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "nano"
-# Fixed, and independent of memory: the shape of a prefill step decides how its sums round.
-PREFILL_CHUNK = 512
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Prompt = str | Sequence[int]
@@ -109,14 +107,17 @@ class Engine:
         return self.generate_batch([prompt], params)[0]
 
     def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Generation]:
-        """Continue several prompts together, each as it would be alone."""
+        """Continue several prompts together, each as it would be alone. Ctrl-C raises `Interrupted`."""
         if not prompts:
             return []
         rows = [self._row(prompt, params) for prompt in prompts]
         length = min(self.max_context, max(row.num_prompt + row.params.max_new_tokens for row in rows))
         cache = allocate_cache(self.decoder.spec, len(rows), length, self.decoder.device, self.decoder.dtype)
-        for _ in self._run(rows, cache):
-            pass
+        try:
+            for _ in self._run(rows, cache):
+                pass
+        except KeyboardInterrupt:
+            raise Interrupted([row.result() for row in rows]) from None
         return [row.result() for row in rows]
 
     def stream(
@@ -146,7 +147,7 @@ class Engine:
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
-        return Session(self.decoder.spec, self.decoder.device, self.decoder.dtype)
+        return Session(self.decoder.spec, self.decoder.device, self.decoder.dtype, self.max_context)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
@@ -164,8 +165,10 @@ class Engine:
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not prompt or not ids:
+        if not ids or prompt == "":
             raise InputError("the prompt is empty")
+        if not all(isinstance(i, int) for i in ids):
+            raise InputError("a prompt must be a string or a sequence of integer token ids")
         vocab_size = self.decoder.spec.vocab_size
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:
@@ -224,6 +227,14 @@ class Engine:
         return texts
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `generate`; `results` is what there was until then."""
+
+    def __init__(self, results: list[Generation]) -> None:
+        super().__init__("interrupted")
+        self.results = results
+
+
 class TextStream:
     """Iterates over the text of a generation as it appears; `result()` is what came of it, also when cut short."""
 
@@ -278,7 +289,7 @@ def resolve_dtype(dtype: str, device: torch.device, spec: ModelSpec) -> torch.dt
 def _resolve_context(spec: ModelSpec, max_context: int | None) -> int:
     if max_context is None:
         return spec.max_position
-    if not 2 <= max_context <= spec.max_position:
+    if not isinstance(max_context, int) or not 2 <= max_context <= spec.max_position:
         raise InputError(f"--max-context must be from 2 to the model's {spec.max_position}, not {max_context}")
     return max_context
 
@@ -286,8 +297,14 @@ def _resolve_context(spec: ModelSpec, max_context: int | None) -> int:
 def _default_params(folder: Path) -> SamplingParams:
     """What generation_config.json recommends; greedy where it does not ask for sampling."""
     found = sampling_defaults(folder)
+    if found.get("top_k") == -1:  # how some tools write "off"
+        found["top_k"] = 0
     if not found.pop("do_sample", False):
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
     elif "temperature" not in found:
         found["temperature"] = 1.0
-    return replace(SamplingParams(), **found)
+    try:
+        return replace(SamplingParams(), **found)
+    except InputError as error:
+        name = str(error).split()[0].lstrip("-").replace("-", "_")
+        raise ConfigError(f"{folder / 'generation_config.json'}: {name} is out of range: {found[name]!r}") from None

@@ -63,7 +63,10 @@ def _is_number(value: Any) -> bool:
 SAMPLING_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "do_sample": (lambda value: isinstance(value, bool), "true or false"),
     "temperature": (lambda value: _is_number(value) and value >= 0, "a number of at least 0"),
-    "top_k": (lambda value: _is_number(value) and isinstance(value, int) and value >= 0, "an integer of at least 0"),
+    "top_k": (
+        lambda value: _is_number(value) and isinstance(value, int) and value >= -1,
+        "an integer of at least 0, or -1",
+    ),
     "top_p": (lambda value: _is_number(value) and 0 < value <= 1, "a number above 0 and up to 1"),
     "min_p": (lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda value: _is_number(value) and value > 0, "a number above 0"),

@@ -51,3 +51,9 @@ class KVCache:
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:
     """Cache bytes that one position of one sequence takes in all layers."""
     return sum(2 * layer.attention.kv_size for layer in spec.layers) * dtype.itemsize
+
+
+def attention_bytes(spec: ModelSpec, tokens: int, length: int) -> int:
+    """Scratch of attention over `length` positions for a chunk of one sequence: scores and weights in float32."""
+    heads = max(layer.attention.num_heads for layer in spec.layers)
+    return 2 * 4 * heads * min(tokens, length) * length

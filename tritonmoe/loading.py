@@ -178,8 +178,11 @@ def _expert_targets(
         yield from _fused_targets(spec, weights, found, prefix)
     else:
         for e in range(spec.num_experts):
-            glu = GluWeights(weights.gate_up[e], weights.down[e])
-            yield from _glu_targets(f"mlp.experts.{e}", glu)
+            yield from _glu_targets(f"mlp.experts.{e}", GluWeights(weights.gate_up[e], weights.down[e]))
+            if weights.gate_up_bias is not None and weights.down_bias is not None:
+                gate, up = weights.gate_up_bias[e].chunk(2)
+                for name, bias in (("gate", gate), ("up", up), ("down", weights.down_bias[e])):
+                    yield f"mlp.experts.{e}.{name}_proj.bias", _plain(bias)
 
 
 def _fused_targets(
@@ -314,6 +317,10 @@ def _fill(
     else:
         reader.read(replace(entry, shape=target.shape), target.view)
     if check_finite and not _is_finite(target.view):
+        if target.view.dtype == torch.float16 and entry.dtype != torch.float16:
+            raise CheckpointError(
+                f"{entry.file}: {entry.name} has values beyond the range of float16; use --dtype bfloat16 or float32"
+            )
         raise CheckpointError(
             f"{entry.file}: {entry.name} holds NaN or infinite values; the file is damaged "
             "(--no-check-weights loads it anyway)"

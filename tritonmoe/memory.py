@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from pathlib import Path
 
 import torch
 
 from tritonmoe.errors import InputError
 
 HUGE_PAGE_BYTES = 2 << 20
+CGROUP = Path("/sys/fs/cgroup")
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -34,15 +36,19 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 def available_bytes(device: torch.device) -> int:
-    """Bytes that can be allocated on `device` now (main memory: without swapping)."""
+    """Bytes that can be allocated on `device` now (main memory: without swapping, within the container's limit)."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        with open("/proc/meminfo", encoding="ascii") as lines:
-            fields = dict(line.split(":", 1) for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
+        fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no control group, or one without a limit ("max")
+        return free
+    return max(0, min(free, limit - used))
 
 
 def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:

@@ -119,11 +119,6 @@ class ModelSpec:
     tied_head: bool
     max_position: int
     checkpoint_dtype: str | None  # as config.json says: "bfloat16", …
-    quantization: str | None = None  # None or "mxfp4"
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return tuple(i for i, layer in enumerate(self.layers) if layer.moe is not None)

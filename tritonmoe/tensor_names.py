@@ -30,7 +30,9 @@ RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     )
 )
 # Tensors of parts that are not run: next-token-prediction heads, vision and audio towers, recomputed buffers.
-SKIPPED = re.compile(r"^(?:mtp|visual|vision_tower|multi_modal_projector|audio_tower)\.|\.rotary_emb\.inv_freq$")
+SKIPPED = re.compile(
+    r"^(?:mtp(?:_\w+)?|visual|vision_tower|multi_modal_projector|audio_tower)\.|\.rotary_emb\.inv_freq$"
+)
 LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
