@@ -129,10 +129,10 @@ def measure_text(engine: Engine, works: Path | None, passages: Path | None) -> d
     return results
 
 
-def store(path: Path, part: str, results: object) -> None:
+def store(path: Path, part: str, origin: dict[str, object], results: object) -> None:
     """Put one part's results beside the others that the file has by now."""
     found = json.loads(path.read_text()) if path.exists() else {}
-    found[part] = {"provenance": provenance(), "results": results}
+    found[part] = {"provenance": origin, "results": results}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n")
 
@@ -148,6 +148,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "docs/measurements/embedded-model.json")
     options = parser.parse_args()
     engine = Engine.from_pretrained(options.model)
+    origin = provenance()  # now: the files may have changed by the time a part is done
     for part in options.parts:
         results: object
         if part == "text":
@@ -158,7 +159,7 @@ def main() -> None:
             results = measure_speed(options.model)
         else:
             results = measure_samples(engine)
-        store(options.out, part, results)
+        store(options.out, part, origin, results)
         print(f"{part}: written to {options.out.name}", flush=True)
 
 
