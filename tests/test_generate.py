@@ -182,11 +182,12 @@ def test_stdin_closed() -> None:
     assert b"no prompt" in done.stderr
 
 
-def test_ctrl_c_before_torch_is_imported() -> None:
+@pytest.mark.parametrize("seconds", [0.3, 0.6, 1.0])
+def test_ctrl_c_while_torch_is_imported(seconds: float) -> None:
     process = subprocess.Popen(
         [*COMMAND, "x"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT
     )
-    time.sleep(0.5)
+    time.sleep(seconds)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out) == (130, b"")

@@ -10,8 +10,9 @@ import argparse
 import io
 import logging
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -81,9 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = build_parser().parse_args(argv)
-        from tritonmoe.console import run
-
-        return run(options)
+        return _import_run()(options)
     except TritonMoeError as error:
         return _fail(str(error))
     except KeyboardInterrupt:
@@ -104,6 +103,21 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"out of memory ({' '.join(str(error).split())[:120]}); "
             "use a smaller --max-context, --max-new-tokens or --dtype, or another --device"
         )
+
+
+def _import_run() -> Callable[[argparse.Namespace], int]:
+    """`console.run`, and with it torch. Ctrl-C ends the process at once meanwhile: raised inside the imports of
+    compiled modules, KeyboardInterrupt comes out as whatever error they make of it."""
+
+    def leave(*_: object) -> None:
+        os._exit(EXIT_INTERRUPTED)
+
+    previous = signal.signal(signal.SIGINT, leave)
+    try:
+        from tritonmoe.console import run
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    return run
 
 
 def _fail(message: str) -> int:

@@ -1,0 +1,488 @@
+"""Attention over the KV cache: one query per sequence (decode) or many (prefill), grouped heads, windows, sinks.
+
+Decode is memory bound: 2·kv_heads·D values per cached position (4 heads of 128 in bf16: 2 KB; 33.5 MB at 16k, 7.8 us at
+4.3 TB/s). All query heads of a kv head share a program, padded to the 16 rows of a matrix instruction, so each entry is
+read once. The positions are cut into blocks of BLOCK_L; split s of NUM_SPLITS takes blocks s, s + NUM_SPLITS, … and
+leaves its softmax partials (maximum, sum, accumulator), which a second launch merges in the order of the splits. The
+number of splits depends on shapes and the cache's capacity only, lengths are read from device memory, so one captured
+graph serves every position; dealing blocks out in turn keeps the splits even at every length, and the order of
+additions the same.
+
+Prefill is compute bound: 4·D FLOPs per head and visible (query, entry). A program takes BLOCK_M queries of one head,
+walks the blocks of entries that any of them sees with a running softmax, and skips the rest (causality, window). Tiles
+that see most are launched first.
+
+Entries that a query may not see are not loaded in decode; in prefill only entries within the tile's range are. So what
+lies beyond the lengths does not matter, even NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonmoe_kernels import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_HEAD_DIM = 256
+DECODE_PROGRAMS = 256  # wanted by the choice of splits: about two per SM of the largest GPUs
+MAX_SPLITS = 64
+LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in powers of two: exp(x) = exp2(x · log2 e)
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """`block_l` entries a step."""
+
+    block_l: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True)
+class PrefillLaunch:
+    """`block_m` queries a program, `block_l` entries a step."""
+
+    block_m: int
+    block_l: int
+    num_warps: int
+    num_stages: int
+
+
+# By (bytes of a value, head size up to 128).
+DECODE = {
+    (2, True): DecodeLaunch(64, 4, 3),
+    (2, False): DecodeLaunch(32, 4, 3),
+    (4, True): DecodeLaunch(16, 4, 1),
+    (4, False): DecodeLaunch(16, 4, 1),
+}
+# The same, then by most queries of a sequence. Two stages of 16-bit tiles of 128 fit 100 KB of shared memory. Float32
+# products run outside the tensor cores, where larger tiles spill.
+PREFILL = {
+    (2, True): ((64, PrefillLaunch(64, 64, 4, 2)), (None, PrefillLaunch(128, 64, 8, 2))),
+    (2, False): ((None, PrefillLaunch(64, 32, 4, 2)),),
+    (4, True): ((None, PrefillLaunch(16, 16, 4, 1)),),
+    (4, False): ((None, PrefillLaunch(16, 16, 4, 1)),),
+}
+
+
+def decode_launch(dtype: torch.dtype, head_dim: int) -> DecodeLaunch:
+    return DECODE[dtype.itemsize, head_dim <= 128]
+
+
+def prefill_launch(tokens: int, dtype: torch.dtype, head_dim: int) -> PrefillLaunch:
+    table = PREFILL[dtype.itemsize, head_dim <= 128]
+    return next(launch for most, launch in table if most is None or tokens <= most)
+
+
+def decode_splits(batch: int, kv_heads: int, capacity: int, window: int | None, block_l: int) -> int:
+    """Splits per kv head, a power of two: enough programs to fill the GPU, no more than blocks that may be visible."""
+    entries = capacity if window is None else min(capacity, window + block_l)
+    blocks = triton.next_power_of_2(triton.cdiv(entries, block_l))
+    wanted = triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, max(1, batch * kv_heads)))
+    return min(MAX_SPLITS, blocks, wanted)
+
+
+def decode_workspace_size(q: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> int:
+    """float32 values that `attention_decode` needs as workspace for these shapes."""
+    batch, heads, head_dim = q.shape
+    block_l = decode_launch(q.dtype, head_dim).block_l
+    return batch * heads * decode_splits(batch, keys.shape[1], keys.shape[2], window, block_l) * (head_dim + 2)
+
+
+@triton.jit
+def _entry_tile(row_ptrs, dims, mask, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[rows, BLOCK_D] from rows of HEAD_DIM values; zero where a row is masked and beyond HEAD_DIM."""
+    if HEAD_DIM == BLOCK_D:
+        tile = tl.load(row_ptrs[:, None] + dims[None, :], mask=mask[:, None], other=0.0)
+    else:
+        tile = tl.load(row_ptrs[:, None] + dims[None, :], mask=mask[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _softmax_step(scores, value_tile, top, total, acc):
+    """Fold a block into the running softmax: scores [M, L] in powers of two, -inf where a row does not see an entry."""
+    new_top = tl.maximum(top, tl.max(scores, axis=1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet: avoid -inf - -inf
+    weights = tl.exp2(scores - base[:, None])
+    decay = tl.exp2(top - base)
+    total = total * decay + tl.sum(weights, axis=1)
+    acc = tl.dot(weights.to(value_tile.dtype), value_tile, acc * decay[:, None], input_precision="ieee")
+    return new_top, total, acc
+
+
+@triton.jit
+def _attention_decode_kernel(
+    acc_ptr,  # [B, heads, NUM_SPLITS, HEAD_DIM] float32
+    stats_ptr,  # [B, heads, 2, NUM_SPLITS] float32: maximum, sum
+    q_ptr,  # [B, heads, HEAD_DIM]
+    keys_ptr,  # [B, kv_heads, capacity, HEAD_DIM]
+    values_ptr,
+    lengths_ptr,  # [B]
+    stride_qb,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    capacity,
+    scale,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    split = tl.program_id(0)
+    kv_head = tl.program_id(1).to(tl.int64)
+    batch = tl.program_id(2).to(tl.int64)
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity).to(tl.int32)
+    first = 0  # entry that is visible
+    if WINDOW is not None:
+        first = tl.maximum(length - WINDOW, 0)
+    first_block = first // BLOCK_L
+    # The split's first block that is visible: the next one equal to it modulo NUM_SPLITS.
+    begin = first_block + (split + NUM_SPLITS - first_block % NUM_SPLITS) % NUM_SPLITS
+    group = tl.arange(0, BLOCK_G)
+    dims = tl.arange(0, BLOCK_D)
+    is_head = group < GROUP
+    q_rows = q_ptr + batch * stride_qb + (kv_head * GROUP + group) * stride_qh
+    q = _entry_tile(q_rows, dims, is_head, HEAD_DIM, BLOCK_D)
+    keys_ptr += batch * stride_kb + kv_head * stride_kh
+    values_ptr += batch * stride_vb + kv_head * stride_vh
+    top = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_G], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
+    for start in range(begin * BLOCK_L, length, NUM_SPLITS * BLOCK_L):
+        entries = start + tl.arange(0, BLOCK_L)
+        is_visible = (entries >= first) & (entries < length)
+        rows = entries.to(tl.int64)
+        key_tile = _entry_tile(keys_ptr + rows * stride_kl, dims, is_visible, HEAD_DIM, BLOCK_D)
+        value_tile = _entry_tile(values_ptr + rows * stride_vl, dims, is_visible, HEAD_DIM, BLOCK_D)
+        scores = tl.dot(q, key_tile.T, input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where(is_visible[None, :], scores, float("-inf"))
+        top, total, acc = _softmax_step(scores, value_tile, top, total, acc)
+    row = (batch * tl.num_programs(1) + kv_head) * GROUP + group
+    tl.store(stats_ptr + row * 2 * NUM_SPLITS + split, top, mask=is_head)
+    tl.store(stats_ptr + (row * 2 + 1) * NUM_SPLITS + split, total, mask=is_head)
+    if begin * BLOCK_L < length:  # the merge does not read the accumulator of a split without entries
+        acc_ptrs = acc_ptr + (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(acc_ptrs, acc, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :])
+
+
+@triton.jit
+def _merge_splits_kernel(
+    out_ptr,  # [B · heads, HEAD_DIM]
+    acc_ptr,  # [B · heads, NUM_SPLITS, HEAD_DIM] float32
+    stats_ptr,  # [B · heads, 2, NUM_SPLITS] float32
+    sinks_ptr,  # [heads] float32 or None
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    splits = tl.arange(0, NUM_SPLITS)
+    dims = tl.arange(0, BLOCK_D)
+    tops = tl.load(stats_ptr + row * 2 * NUM_SPLITS + splits)
+    sums = tl.load(stats_ptr + (row * 2 + 1) * NUM_SPLITS + splits)
+    has_entries = tops != float("-inf")
+    mask = has_entries[:, None] & (dims < HEAD_DIM)[None, :]
+    parts = tl.load(acc_ptr + (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
+    top = tl.max(tops, axis=0)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + row % HEADS) * LOG2_E
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)  # length 0
+    weights = tl.exp2(tops - top)
+    total = tl.sum(sums * weights, axis=0)
+    if sinks_ptr is not None:
+        total += tl.exp2(sink - top)
+    out = tl.sum(parts * weights[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
+    tl.store(out_ptr + row * HEAD_DIM + dims, out.to(out_ptr.dtype.element_ty), mask=dims < HEAD_DIM)
+
+
+@triton.jit
+def _attention_prefill_kernel(
+    out_ptr,  # [B, T, heads, HEAD_DIM]
+    q_ptr,  # [B, T, heads, HEAD_DIM]
+    keys_ptr,  # [B, kv_heads, capacity, HEAD_DIM]
+    values_ptr,
+    positions_ptr,  # [B, T] int64
+    sinks_ptr,  # [heads] float32 or None
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kh,
+    stride_kl,
+    stride_vb,
+    stride_vh,
+    stride_vl,
+    tokens,
+    capacity,
+    scale,
+    HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_L: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)  # the last queries see most: they go first
+    batch = tl.program_id(2).to(tl.int64)
+    queries = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    dims = tl.arange(0, BLOCK_D)
+    is_query = queries < tokens
+    positions = tl.load(positions_ptr + batch * tokens + queries, mask=is_query, other=-1)
+    positions = tl.minimum(positions, capacity - 1).to(tl.int32)
+    end = tl.max(positions, axis=0) + 1
+    begin = 0
+    if WINDOW is not None:
+        lowest = tl.min(tl.where(is_query, positions, end), axis=0)
+        begin = tl.maximum(lowest - WINDOW + 1, 0) // BLOCK_L * BLOCK_L
+    q_rows = q_ptr + batch * stride_qb + queries.to(tl.int64) * stride_qt + head * stride_qh
+    q = _entry_tile(q_rows, dims, is_query, HEAD_DIM, BLOCK_D)
+    kv_head = (head // GROUP).to(tl.int64)
+    keys_ptr += batch * stride_kb + kv_head * stride_kh
+    values_ptr += batch * stride_vb + kv_head * stride_vh
+    top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    for start in range(begin, end, BLOCK_L):
+        entries = start + tl.arange(0, BLOCK_L)
+        is_entry = entries < end
+        rows = entries.to(tl.int64)
+        key_tile = _entry_tile(keys_ptr + rows * stride_kl, dims, is_entry, HEAD_DIM, BLOCK_D)
+        value_tile = _entry_tile(values_ptr + rows * stride_vl, dims, is_entry, HEAD_DIM, BLOCK_D)
+        is_visible = entries[None, :] <= positions[:, None]
+        if WINDOW is not None:
+            is_visible &= entries[None, :] > positions[:, None] - WINDOW
+        scores = tl.dot(q, key_tile.T, input_precision="ieee") * (scale * LOG2_E)
+        scores = tl.where(is_visible, scores, float("-inf"))
+        top, total, acc = _softmax_step(scores, value_tile, top, total, acc)
+    if sinks_ptr is not None:
+        sink = tl.load(sinks_ptr + head) * LOG2_E
+        base = tl.maximum(top, sink)
+        decay = tl.exp2(top - base)
+        total = total * decay + tl.exp2(sink - base)
+        acc *= decay[:, None]
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out_rows = out_ptr + ((batch * tokens + queries) * HEADS + head) * HEAD_DIM
+    mask = is_query[:, None] & (dims < HEAD_DIM)[None, :]
+    tl.store(out_rows[:, None] + dims[None, :], out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def attention_decode(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """One query per sequence over the first `lengths[b]` entries of its cache (the last `window` of them).
+
+    q [B, heads, D]; keys, values [B, kv_heads, L, D] (any strides but the last); lengths [B] int32 or int64, at most L,
+    read on the device (a length of 0 gives zeros); sinks [heads] float32. Returns [B, heads · D]. `workspace` holds at
+    least `decode_workspace_size` float32 values.
+    """
+    op = "attention_decode"
+    _check_inputs(op, q, keys, values, 3, window, sinks)
+    batch, heads, head_dim = q.shape
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    if lengths.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{op}: lengths is {lengths.dtype}, expected torch.int32 or torch.int64")
+    _check(op, "lengths", lengths, (batch,), q, lengths.dtype)
+    if out is None:
+        out = q.new_empty(batch, heads * head_dim)
+    _check(op, "out", out, (batch, heads * head_dim), q, q.dtype)
+    size = decode_workspace_size(q, keys, window)
+    if workspace is None:
+        workspace = q.new_empty(size, dtype=torch.float32)
+    if workspace.numel() < size:
+        raise ValueError(f"{op}: workspace has {workspace.numel()} values, expected at least {size}")
+    _check(op, "workspace", workspace, workspace.shape, q, torch.float32)
+    if batch == 0:
+        return out
+    launch = decode_launch(q.dtype, head_dim)
+    num_splits = decode_splits(batch, kv_heads, capacity, window, launch.block_l)
+    acc = workspace.view(-1)[: batch * heads * num_splits * head_dim]
+    stats = workspace.view(-1)[acc.numel() : size]
+    block_d = max(16, triton.next_power_of_2(head_dim))
+    _attention_decode_kernel[(num_splits, kv_heads, batch)](
+        acc,
+        stats,
+        q,
+        keys,
+        values,
+        lengths,
+        *q.stride()[:2],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        capacity,
+        scale,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        WINDOW=window,
+        NUM_SPLITS=num_splits,
+        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_L=launch.block_l,
+        BLOCK_D=block_d,
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    _merge_splits_kernel[(batch * heads,)](
+        out,
+        acc,
+        stats,
+        sinks,
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        NUM_SPLITS=num_splits,
+        BLOCK_D=block_d,
+        num_warps=4,
+    )
+    return out
+
+
+def attention_decode_ref(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention_decode` in float32 torch, rounded once; `workspace` is not used."""
+    result = attention_prefill_ref(q[:, None], keys, values, lengths.long()[:, None] - 1, scale, window, sinks)
+    return result[:, 0] if out is None else out.copy_(result[:, 0])
+
+
+def attention_prefill(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Queries at `positions`, whose keys and values are in the cache: (b, t) sees entries p - window + 1 … p.
+
+    q [B, T, heads, D]; keys, values [B, kv_heads, L, D] (any strides but the last); positions [B, T] int64, below L; a
+    negative position gives zeros; sinks [heads] float32. Returns [B, T, heads · D].
+    """
+    op = "attention_prefill"
+    _check_inputs(op, q, keys, values, 4, window, sinks)
+    batch, tokens, heads, head_dim = q.shape
+    _check(op, "positions", positions, (batch, tokens), q, torch.int64)
+    if out is None:
+        out = q.new_empty(batch, tokens, heads * head_dim)
+    _check(op, "out", out, (batch, tokens, heads * head_dim), q, q.dtype)
+    if batch == 0 or tokens == 0:
+        return out
+    launch = prefill_launch(tokens, q.dtype, head_dim)
+    _attention_prefill_kernel[(heads, triton.cdiv(tokens, launch.block_m), batch)](
+        out,
+        q,
+        keys,
+        values,
+        positions,
+        sinks,
+        *q.stride()[:3],
+        *keys.stride()[:3],
+        *values.stride()[:3],
+        tokens,
+        keys.shape[2],
+        scale,
+        HEADS=heads,
+        GROUP=heads // keys.shape[1],
+        HEAD_DIM=head_dim,
+        WINDOW=window,
+        BLOCK_M=launch.block_m,
+        BLOCK_L=launch.block_l,
+        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
+        num_warps=launch.num_warps,
+        num_stages=launch.num_stages,
+    )
+    return out
+
+
+def attention_prefill_ref(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`attention_prefill` in float32 torch, rounded once; entries that nobody sees may hold anything."""
+    seen = torch.arange(keys.shape[2], device=q.device) <= positions.amax(dim=1, keepdim=True)  # [B, L]
+    keys, values = (part.float().masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
+    result = reference.attention(q.float(), keys, values, positions, scale, window, sinks)
+    result = result.masked_fill(positions[..., None] < 0, 0.0).to(q.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _check_inputs(op, q, keys, values, rank, window, sinks) -> None:
+    if q.dtype not in DTYPES:
+        raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {q.dtype}")
+    if q.dim() != rank or keys.dim() != 4:
+        raise ValueError(f"{op}: q of {rank} and keys of 4 axes expected, not {list(q.shape)} and {list(keys.shape)}")
+    batch, heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
+    kv_heads, capacity = keys.shape[1], keys.shape[2]
+    for name, tensor in (("keys", keys), ("values", values)):
+        _check(op, name, tensor, (batch, kv_heads, capacity, head_dim), q, q.dtype, by_head=True)
+    _check(op, "q", q, q.shape, q, q.dtype, by_head=True)
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{op}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"{op}: heads of {head_dim} values, at most {MAX_HEAD_DIM} are supported")
+    if window is not None and window < 1:
+        raise ValueError(f"{op}: window must be at least 1, not {window}")
+    if capacity == 0:
+        raise ValueError(f"{op}: the cache has no entries")
+    if sinks is not None:
+        _check(op, "sinks", sinks, (heads,), q, torch.float32)
+
+
+def _check(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    by_head: bool = False,
+) -> None:
+    """Shape, device, dtype and contiguity (of the last axis only if `by_head`)."""
+    if tensor.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {like.device}")
+    if by_head and tensor.stride(-1) != 1:
+        raise ValueError(f"{op}: the last axis of {name} must be contiguous, its stride is {tensor.stride(-1)}")
+    if not by_head and not tensor.is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous")

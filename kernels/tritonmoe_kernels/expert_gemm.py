@@ -1,0 +1,629 @@
+"""Expert products over slots: gate_up + activation, down, and the weighted sum over a token's experts.
+
+Weights are addressed by slot, and which slots is data (`slot_ids`, -1 where an expert is absent: its row of the output
+is left as it was, so that hits can run before misses into one buffer). The form and its tiles depend on the number of
+tokens, shapes and dtype only, and every sum has a fixed order, so a row comes out bit for bit the same whatever the
+slots and whichever other experts are present.
+
+Decode form (T <= 16): memory bound. An expert is 3·H·I weights (9.4 MB at H 2048, I 768 in bf16), so one token with
+K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program is one warp with one (token, expert) pair and a few
+weight rows, so that lanes exchange nothing before the end: the warp reads 512 contiguous bytes of each row at a time,
+16 per lane, keeps a float32 sum per row and column of the step, and adds across lanes once. Warps being independent, an
+SM holds about 28 of them, each with several loads in flight. Pairs run fastest over the grid: tokens that share an
+expert read the same rows at about the same time, once from memory and then from L2, but each pair does read them.
+
+Prefill form: pairs are sorted by slot into blocks of BLOCK_M rows of one expert, padded (`sort_tokens`); two launches
+of tensor-core tiles, 6·H·I FLOPs a pair (309 GFLOP for 4,096 tokens at the shape above, 0.4 ms at 0.8 PFLOP/s). Gate
+and up tiles of the same units share a program, which applies the activation before it stores. Column tiles run fastest
+over the grid: rows of a block are read from memory once, weights once for the few blocks of their expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonmoe_kernels import reference
+
+DECODE_MAX_TOKENS = 16
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = ("silu", "swiglu_clamped")
+ROW_READ_BYTES = 512  # of a weight row by one warp: 32 lanes of 16 bytes
+
+
+@dataclass(frozen=True)
+class DecodeLaunch:
+    """`block_n` weight rows per program (of gate, and as many of up); about `unroll` steps of them in flight."""
+
+    block_n: int
+    unroll: int
+
+
+@dataclass(frozen=True)
+class PrefillLaunch:
+    """Tile of a product: `block_m` pairs, `block_n` weight rows (of gate, and as many of up), `block_k` columns."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+DECODE_GATE_UP = DecodeLaunch(block_n=2, unroll=2)  # unrolled 4 times, some compilers spill
+DECODE_DOWN = DecodeLaunch(block_n=4, unroll=4)
+
+# Rows of (most tokens, gate_up, down); both launches share block_m, the padding of `sort_tokens`.
+PREFILL_16BIT = (
+    (512, PrefillLaunch(32, 64, 64, 4, 4), PrefillLaunch(32, 128, 64, 4, 4)),
+    (2048, PrefillLaunch(64, 64, 64, 4, 4), PrefillLaunch(64, 128, 64, 4, 4)),
+    (None, PrefillLaunch(128, 128, 64, 8, 3), PrefillLaunch(128, 128, 64, 8, 4)),
+)
+PREFILL_32BIT = ((None, PrefillLaunch(32, 32, 32, 4, 2), PrefillLaunch(32, 32, 32, 4, 2)),)
+
+
+def unroll_steps(columns: int, block_k: int, most: int) -> int:
+    """How far to unroll a row's steps: up to `most`, without a remainder where more than half of that allows it."""
+    steps = triton.cdiv(columns, block_k)
+    return min(steps, next((unroll for unroll in range(most, most // 2, -1) if steps % unroll == 0), most))
+
+
+def prefill_launches(tokens: int, dtype: torch.dtype) -> tuple[PrefillLaunch, PrefillLaunch]:
+    """Tiles of gate_up and of down for a step of `tokens`."""
+    table = PREFILL_32BIT if dtype == torch.float32 else PREFILL_16BIT
+    return next((gate_up, down) for most, gate_up, down in table if most is None or tokens <= most)
+
+
+def num_stages(launch: PrefillLaunch) -> int:
+    """AMD's 64 KB of shared memory hold two stages; the table's fit NVIDIA's 100 KB and more."""
+    return 2 if torch.version.hip else launch.num_stages
+
+
+@triton.jit
+def _load_columns(pointers, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Values at `pointers`, zero where a column is beyond the last; `columns` has the rank of `pointers`."""
+    is_whole: tl.constexpr = NUM_COLUMNS % BLOCK_K == 0
+    return tl.load(pointers) if is_whole else tl.load(pointers, mask=columns < NUM_COLUMNS, other=0.0)
+
+
+@triton.jit
+def _weight_tile(matrix_ptr, rows, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Tile [rows, columns] of one slot's matrix: the only place where weights are fetched."""
+    pointers = matrix_ptr + rows[:, None] * NUM_COLUMNS + columns[None, :]
+    return _load_columns(pointers, columns[None, :], NUM_COLUMNS, BLOCK_K)
+
+
+@triton.jit
+def _activation(gate, up, limit, alpha, KIND: tl.constexpr):
+    """`reference.activation` on float32 tiles; NaN stays NaN through the clamps."""
+    if KIND == "silu":
+        hidden = gate * tl.sigmoid(gate) * up
+    else:
+        gate = tl.minimum(gate, limit, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -limit, limit, propagate_nan=tl.PropagateNan.ALL)
+        hidden = (up + 1.0) * gate * tl.sigmoid(gate * alpha)
+    return hidden
+
+
+@triton.jit
+def _gate_up_decode_kernel(
+    hidden_ptr,  # [T · K, INTERMEDIATE]
+    x_ptr,  # [T, HIDDEN]
+    slot_ids_ptr,  # [T · K]
+    gate_up_ptr,  # [S, 2 · INTERMEDIATE, HIDDEN]
+    bias_ptr,  # [S, 2 · INTERMEDIATE] or None
+    stride_ws,
+    stride_bs,
+    limit,
+    alpha,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+    if slot < 0:
+        return
+    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate_rows = tl.minimum(units, INTERMEDIATE - 1)  # beyond the end: the last row again, not stored
+    up_rows = gate_rows + INTERMEDIATE
+    matrix_ptr = gate_up_ptr + slot * stride_ws
+    row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
+    lanes = tl.arange(0, BLOCK_K)
+    gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(0, HIDDEN, BLOCK_K, loop_unroll_factor=UNROLL):
+        columns = start + lanes
+        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K)
+        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K)
+        x = _load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K).to(tl.float32)[None, :]
+        gate_sums += gate_tile.to(tl.float32) * x
+        up_sums += up_tile.to(tl.float32) * x
+    gate = tl.sum(gate_sums, axis=1)
+    up = tl.sum(up_sums, axis=1)
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + slot * stride_bs + gate_rows).to(tl.float32)
+        up += tl.load(bias_ptr + slot * stride_bs + up_rows).to(tl.float32)
+    hidden = _activation(gate, up, limit, alpha, KIND)
+    pointers = hidden_ptr + pair * INTERMEDIATE + units
+    tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=units < INTERMEDIATE)
+
+
+@triton.jit
+def _down_decode_kernel(
+    out_ptr,  # [T · K, HIDDEN]
+    hidden_ptr,  # [T · K, INTERMEDIATE]
+    slot_ids_ptr,  # [T · K]
+    down_ptr,  # [S, HIDDEN, INTERMEDIATE]
+    bias_ptr,  # [S, HIDDEN] or None
+    stride_ws,
+    stride_bs,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UNROLL: tl.constexpr,
+):
+    pair = tl.program_id(0)
+    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+    if slot < 0:
+        return
+    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(units, HIDDEN - 1)
+    matrix_ptr = down_ptr + slot * stride_ws
+    row_ptr = hidden_ptr + pair * INTERMEDIATE
+    lanes = tl.arange(0, BLOCK_K)
+    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for start in tl.range(0, INTERMEDIATE, BLOCK_K, loop_unroll_factor=UNROLL):
+        columns = start + lanes
+        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
+        hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K).to(tl.float32)[None, :]
+        sums += tile.to(tl.float32) * hidden
+    out = tl.sum(sums, axis=1)
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + slot * stride_bs + rows).to(tl.float32)
+    tl.store(out_ptr + pair * HIDDEN + units, out.to(out_ptr.dtype.element_ty), mask=units < HIDDEN)
+
+
+@triton.jit
+def _gate_up_prefill_kernel(
+    hidden_ptr,  # [T · K, INTERMEDIATE]
+    x_ptr,  # [T, HIDDEN]
+    pairs_ptr,  # [blocks · BLOCK_M]
+    block_slots_ptr,  # [blocks]
+    gate_up_ptr,  # [S, 2 · INTERMEDIATE, HIDDEN]
+    bias_ptr,  # [S, 2 · INTERMEDIATE] or None
+    num_pairs,
+    stride_ws,
+    stride_bs,
+    limit,
+    alpha,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    KIND: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // column_tiles
+    slot = tl.load(block_slots_ptr + block).to(tl.int64)
+    if slot < 0:
+        return
+    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_pair = pairs < num_pairs
+    tokens = tl.where(is_pair, pairs // TOP_K, 0).to(tl.int64)  # padding computes token 0, not stored
+    units = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    gate_rows = tl.minimum(units, INTERMEDIATE - 1)
+    up_rows = gate_rows + INTERMEDIATE
+    matrix_ptr = gate_up_ptr + slot * stride_ws
+    row_ptrs = x_ptr + tokens[:, None] * HIDDEN
+    gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, HIDDEN, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        x = _load_columns(row_ptrs + columns[None, :], columns[None, :], HIDDEN, BLOCK_K)
+        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K)
+        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K)
+        gate = tl.dot(x, gate_tile.T, gate, input_precision="ieee")
+        up = tl.dot(x, up_tile.T, up, input_precision="ieee")
+    if bias_ptr is not None:
+        gate += tl.load(bias_ptr + slot * stride_bs + gate_rows).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + slot * stride_bs + up_rows).to(tl.float32)[None, :]
+    hidden = _activation(gate, up, limit, alpha, KIND)
+    pointers = hidden_ptr + pairs.to(tl.int64)[:, None] * INTERMEDIATE + units[None, :]
+    mask = is_pair[:, None] & (units < INTERMEDIATE)[None, :]
+    tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _down_prefill_kernel(
+    out_ptr,  # [T · K, HIDDEN]
+    hidden_ptr,  # [T · K, INTERMEDIATE]
+    pairs_ptr,  # [blocks · BLOCK_M]
+    block_slots_ptr,  # [blocks]
+    down_ptr,  # [S, HIDDEN, INTERMEDIATE]
+    bias_ptr,  # [S, HIDDEN] or None
+    num_pairs,
+    stride_ws,
+    stride_bs,
+    HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    column_tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+    block = tl.program_id(0) // column_tiles
+    slot = tl.load(block_slots_ptr + block).to(tl.int64)
+    if slot < 0:
+        return
+    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    is_pair = pairs < num_pairs
+    # Padding computes pair 0 (or what lies in its place), not stored.
+    row_ptrs = hidden_ptr + tl.where(is_pair, pairs, 0).to(tl.int64)[:, None] * INTERMEDIATE
+    units = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.minimum(units, HIDDEN - 1)
+    matrix_ptr = down_ptr + slot * stride_ws
+    out = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for start in range(0, INTERMEDIATE, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        hidden = _load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K)
+        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
+        out = tl.dot(hidden, tile.T, out, input_precision="ieee")
+    if bias_ptr is not None:
+        out += tl.load(bias_ptr + slot * stride_bs + rows).to(tl.float32)[None, :]
+    pointers = out_ptr + pairs.to(tl.int64)[:, None] * HIDDEN + units[None, :]
+    mask = is_pair[:, None] & (units < HIDDEN)[None, :]
+    tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr,  # [T, HIDDEN]
+    expert_out_ptr,  # [T, TOP_K, HIDDEN]
+    topk_weights_ptr,  # [T, TOP_K]
+    shared_ptr,  # [T, HIDDEN] or None
+    residual_ptr,  # [T, HIDDEN] or None
+    multiplier,
+    TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    mask = columns < HIDDEN
+    total = tl.zeros([BLOCK_H], dtype=tl.float32)
+    for k in tl.static_range(TOP_K):
+        pair = token * TOP_K + k
+        part = tl.load(expert_out_ptr + pair * HIDDEN + columns, mask=mask, other=0.0).to(tl.float32)
+        total += part * tl.load(topk_weights_ptr + pair)
+    if shared_ptr is not None:
+        total += tl.load(shared_ptr + token * HIDDEN + columns, mask=mask, other=0.0).to(tl.float32)
+    total *= multiplier
+    if residual_ptr is not None:
+        total += tl.load(residual_ptr + token * HIDDEN + columns, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class SortedPairs(NamedTuple):
+    """Pairs `t · K + k` grouped by slot, each slot's padded to whole blocks of `block_m`.
+
+    Slots (2, 0, 2, -1, 2) with block_m = 2 become pairs (1, P, 0, 2, 4, P, …), P = 5 being padding, and
+    block_slots (0, 2, 2, -1, …): a pair whose expert is absent is in no block, and unused blocks have slot -1.
+    """
+
+    pairs: torch.Tensor  # [blocks · block_m] int32
+    block_slots: torch.Tensor  # [blocks] int32
+    block_m: int
+
+
+def sort_tokens(slot_ids: torch.Tensor, num_slots: int, block_m: int, num_experts: int | None = None) -> SortedPairs:
+    """slot_ids [T, K] -> pairs sorted by slot, without waiting for the device.
+
+    `num_experts` bounds the distinct slots in `slot_ids` where that is known (a layer's experts in a pool shared by
+    all layers): the number of blocks is the most that bound allows, whatever the slots.
+    """
+    device, num_pairs = slot_ids.device, slot_ids.numel()
+    distinct = min(num_pairs, num_slots, num_slots if num_experts is None else num_experts)
+    num_blocks = (num_pairs + distinct * (block_m - 1)) // block_m
+    spare = num_blocks * block_m  # where pairs of absent experts go
+    slots = slot_ids.reshape(-1).long()
+    sorted_slots, order = torch.where(slots < 0, num_slots, slots).sort(stable=True)
+    edges = torch.searchsorted(sorted_slots, torch.arange(num_slots + 1, device=device))
+    padded = (edges.diff() + block_m - 1) // block_m * block_m
+    ends = padded.cumsum(0)
+    is_present = sorted_slots < num_slots
+    shift = (ends - padded - edges[:-1])[sorted_slots.clamp(max=num_slots - 1)]  # by the padding of earlier slots
+    places = torch.where(is_present, torch.arange(num_pairs, device=device) + shift, spare)
+    places += is_present & (places >= spare)  # if `num_experts` is too low: out of bounds, an error and not a lost pair
+    pairs = torch.full((spare + 1,), num_pairs, dtype=torch.int32, device=device)
+    pairs.scatter_(0, places, order.int())
+    block_slots = torch.searchsorted(ends, torch.arange(num_blocks, device=device) * block_m, right=True)
+    block_slots = torch.where(block_slots < num_slots, block_slots, -1).int()
+    return SortedPairs(pairs[:-1], block_slots, block_m)
+
+
+def expert_gemm(
+    x: torch.Tensor,
+    slot_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    kind: str = "silu",
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    out: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    num_experts: int | None = None,
+    form: str | None = None,
+) -> torch.Tensor:
+    """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
+
+    x [T, H]; slot_ids [T, K] int32, -1 where absent; gate_up [S, 2I, H] (gate rows, then up rows); down [S, H, I];
+    biases [S, 2I] and [S, H]. Slots may be any stride apart (records of a pool; a multiple of 16 elements keeps loads
+    wide), each matrix is contiguous. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
+    passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
+    """
+    _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
+    tokens, top_k = slot_ids.shape
+    out = _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
+    hidden = _buffer("hidden", hidden, x, (tokens, top_k, down.shape[2]), zero=False)
+    if form is None:
+        form = "decode" if tokens <= DECODE_MAX_TOKENS else "prefill"
+    if form not in ("decode", "prefill"):
+        raise ValueError(f"expert_gemm: form must be 'decode' or 'prefill', not {form!r}")
+    if tokens == 0 or top_k == 0:
+        return out
+    if form == "decode":
+        _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
+    else:
+        launches = prefill_launches(tokens, x.dtype)
+        blocks = sort_tokens(slot_ids, gate_up.shape[0], launches[0].block_m, num_experts)
+        _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
+    return out
+
+
+def expert_gemm_ref(
+    x: torch.Tensor,
+    slot_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    kind: str = "silu",
+    limit: float = 0.0,
+    alpha: float = 0.0,
+    out: torch.Tensor | None = None,
+    hidden: torch.Tensor | None = None,
+    num_experts: int | None = None,
+    form: str | None = None,
+) -> torch.Tensor:
+    """`expert_gemm` in float32 torch, rounded once; `hidden`, `num_experts` and `form` change nothing."""
+    gate_up_bias = None if gate_up_bias is None else gate_up_bias.float()
+    down_bias = None if down_bias is None else down_bias.float()
+    result = reference.expert_mlp(
+        x.float(), slot_ids, gate_up.float(), down.float(), gate_up_bias, down_bias, kind, limit, alpha
+    ).to(x.dtype)
+    if out is None:
+        return result
+    return out.copy_(torch.where((slot_ids >= 0)[..., None], result, out))
+
+
+def combine(
+    expert_out: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`residual + multiplier · (Σ_k topk_weights[k] · expert_out[k] + shared)`, in float32, rounded once: [T, H].
+
+    expert_out [T, K, H] with every row written; topk_weights [T, K] float32; shared, residual, out [T, H]; out may be
+    the residual or the shared tensor itself.
+    """
+    _check_dtype("combine", expert_out)
+    tokens, top_k, hidden_size = expert_out.shape
+    _check("combine", "expert_out", expert_out, expert_out.shape, expert_out)
+    _check("combine", "topk_weights", topk_weights, (tokens, top_k), expert_out, torch.float32)
+    for name, tensor in (("shared", shared), ("residual", residual), ("out", out)):
+        if tensor is not None:
+            _check("combine", name, tensor, (tokens, hidden_size), expert_out)
+    if out is None:
+        out = expert_out.new_empty(tokens, hidden_size)
+    if tokens == 0:
+        return out
+    # Few tokens: many programs of one warp, 16 bytes of every part per lane; more tokens fill the device anyway.
+    block_h, num_warps = (256, 1) if tokens <= DECODE_MAX_TOKENS else (1024, 4)
+    _combine_kernel[(tokens, triton.cdiv(hidden_size, block_h))](
+        out,
+        expert_out,
+        topk_weights,
+        shared,
+        residual,
+        multiplier,
+        TOP_K=top_k,
+        HIDDEN=hidden_size,
+        BLOCK_H=block_h,
+        num_warps=num_warps,
+    )
+    return out
+
+
+def combine_ref(
+    expert_out: torch.Tensor,
+    topk_weights: torch.Tensor,
+    shared: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    multiplier: float = 1.0,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`combine` in float32 torch, rounded once."""
+    total = reference.combine(expert_out.float(), topk_weights)
+    if shared is not None:
+        total = total + shared.float()
+    total = total * multiplier
+    if residual is not None:
+        total = total + residual.float()
+    result = total.to(expert_out.dtype)
+    return result if out is None else out.copy_(result)
+
+
+def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
+    pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
+    _, hidden_size, intermediate = down.shape
+    block_k = ROW_READ_BYTES // x.element_size()
+    launch = DECODE_GATE_UP
+    _gate_up_decode_kernel[(pairs, triton.cdiv(intermediate, launch.block_n))](
+        hidden,
+        x,
+        slot_ids,
+        gate_up,
+        gate_up_bias,
+        gate_up.stride(0),
+        0 if gate_up_bias is None else gate_up_bias.stride(0),
+        limit,
+        alpha,
+        TOP_K=top_k,
+        HIDDEN=hidden_size,
+        INTERMEDIATE=intermediate,
+        KIND=kind,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=block_k,
+        UNROLL=unroll_steps(hidden_size, block_k, launch.unroll),
+        num_warps=1,
+        num_stages=1,
+    )
+    launch = DECODE_DOWN
+    _down_decode_kernel[(pairs, triton.cdiv(hidden_size, launch.block_n))](
+        out,
+        hidden,
+        slot_ids,
+        down,
+        down_bias,
+        down.stride(0),
+        0 if down_bias is None else down_bias.stride(0),
+        HIDDEN=hidden_size,
+        INTERMEDIATE=intermediate,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=block_k,
+        UNROLL=unroll_steps(intermediate, block_k, launch.unroll),
+        num_warps=1,
+        num_stages=1,
+    )
+
+
+def _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
+    num_blocks = len(blocks.block_slots)
+    num_pairs, top_k = out.shape[0] * out.shape[1], out.shape[1]
+    _, hidden_size, intermediate = down.shape
+    launch = launches[0]
+    _gate_up_prefill_kernel[(num_blocks * triton.cdiv(intermediate, launch.block_n),)](
+        hidden,
+        x,
+        blocks.pairs,
+        blocks.block_slots,
+        gate_up,
+        gate_up_bias,
+        num_pairs,
+        gate_up.stride(0),
+        0 if gate_up_bias is None else gate_up_bias.stride(0),
+        limit,
+        alpha,
+        TOP_K=top_k,
+        HIDDEN=hidden_size,
+        INTERMEDIATE=intermediate,
+        KIND=kind,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        num_warps=launch.num_warps,
+        num_stages=num_stages(launch),
+    )
+    launch = launches[1]
+    _down_prefill_kernel[(num_blocks * triton.cdiv(hidden_size, launch.block_n),)](
+        out,
+        hidden,
+        blocks.pairs,
+        blocks.block_slots,
+        down,
+        down_bias,
+        num_pairs,
+        down.stride(0),
+        0 if down_bias is None else down_bias.stride(0),
+        HIDDEN=hidden_size,
+        INTERMEDIATE=intermediate,
+        BLOCK_M=launch.block_m,
+        BLOCK_N=launch.block_n,
+        BLOCK_K=launch.block_k,
+        num_warps=launch.num_warps,
+        num_stages=num_stages(launch),
+    )
+
+
+def _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind) -> None:
+    op = "expert_gemm"
+    _check_dtype(op, x)
+    if x.dim() != 2 or slot_ids.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+        shapes = [list(tensor.shape) for tensor in (x, slot_ids, gate_up, down)]
+        raise ValueError(f"{op}: x [T, H], slot_ids [T, K], gate_up [S, 2I, H], down [S, H, I] expected, not {shapes}")
+    slots, hidden_size, intermediate = down.shape
+    _check(op, "x", x, (x.shape[0], hidden_size), x)
+    _check(op, "slot_ids", slot_ids, (x.shape[0], slot_ids.shape[1]), x, torch.int32)
+    per_slot = {
+        "gate_up": (gate_up, (slots, 2 * intermediate, hidden_size)),
+        "down": (down, (slots, hidden_size, intermediate)),
+        "gate_up_bias": (gate_up_bias, (slots, 2 * intermediate)),
+        "down_bias": (down_bias, (slots, hidden_size)),
+    }
+    for name, (tensor, shape) in per_slot.items():
+        if tensor is not None:
+            _check(op, name, tensor, shape, x, by_slot=True)
+    if kind not in KINDS:
+        raise ValueError(f"{op}: kind must be one of {KINDS}, not {kind!r}")
+
+
+def _check_dtype(op: str, tensor: torch.Tensor) -> None:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {tensor.dtype}")
+
+
+def _check(
+    op: str,
+    name: str,
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    like: torch.Tensor,
+    dtype: torch.dtype | None = None,
+    by_slot: bool = False,
+) -> None:
+    """Shape, device, dtype (that of `like` unless given) and contiguity (of one slot if `by_slot`)."""
+    dtype = like.dtype if dtype is None else dtype
+    if tensor.shape != shape:
+        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
+    if tensor.device != like.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {like.device}")
+    if not (tensor[0] if by_slot and len(tensor) else tensor).is_contiguous():
+        raise ValueError(f"{op}: {name} must be contiguous{' within a slot' if by_slot else ''}")
+
+
+def _buffer(
+    name: str, tensor: torch.Tensor | None, like: torch.Tensor, shape: tuple[int, ...], zero: bool
+) -> torch.Tensor:
+    if tensor is None:
+        return like.new_zeros(shape) if zero else like.new_empty(shape)
+    _check("expert_gemm", name, tensor, shape, like)
+    return tensor

@@ -1,0 +1,280 @@
+"""Expert products over slots against their float32 references."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import pytest
+import torch
+from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, assert_close, generator, poisoned, randn
+
+from tritonmoe_kernels.expert_gemm import combine, combine_ref, expert_gemm, expert_gemm_ref, sort_tokens
+
+pytestmark = KERNEL_MARKS
+
+SILU = {"kind": "silu"}
+CLAMPED = {"kind": "swiglu_clamped", "limit": 0.7, "alpha": 1.702}
+FORMS = ["decode", "prefill"]
+
+
+class Experts(NamedTuple):
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+def make_experts(slots: int, hidden: int, size: int, dtype: torch.dtype, biases: bool = False) -> Experts:
+    experts = Experts(
+        randn(slots, 2 * size, hidden, dtype=dtype, scale=hidden**-0.5, seed=1),
+        randn(slots, hidden, size, dtype=dtype, scale=size**-0.5, seed=2),
+    )
+    if biases:
+        gate_up_bias, down_bias = randn(slots, 2 * size, dtype=dtype, seed=3), randn(slots, hidden, dtype=dtype, seed=4)
+        experts = Experts(*experts[:2], gate_up_bias, down_bias)
+    return experts
+
+
+def random_slots(tokens: int, top_k: int, slots: int) -> torch.Tensor:
+    """Distinct slots for each token, in random order."""
+    scores = torch.rand(tokens, slots, generator=generator(5))
+    return scores.argsort(dim=1)[:, :top_k].int().contiguous().to(DEVICE)
+
+
+def run_poisoned(x: torch.Tensor, slot_ids: torch.Tensor, experts: Experts, **options: object) -> torch.Tensor:
+    """The kernels' output in a poisoned buffer, the workspace poisoned too."""
+    out = poisoned(*slot_ids.shape, x.shape[1], dtype=x.dtype)
+    hidden = poisoned(*slot_ids.shape, experts.down.shape[2], dtype=x.dtype)
+    assert expert_gemm(x, slot_ids, *experts, **options, out=out, hidden=hidden) is out
+    return out
+
+
+def check(
+    tokens: int, top_k: int, slots: int, hidden: int, size: int, dtype: torch.dtype, biases: bool, **options: object
+) -> None:
+    experts = make_experts(slots, hidden, size, dtype, biases)
+    x, slot_ids = randn(tokens, hidden, dtype=dtype), random_slots(tokens, top_k, slots)
+    out = run_poisoned(x, slot_ids, experts, **options)
+    assert_close(out, expert_gemm_ref(x, slot_ids, *experts, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "form"), [(1, "decode"), (7, "decode"), (1, "prefill"), (7, "prefill")])
+@pytest.mark.parametrize(("options", "biases"), [(SILU, False), (CLAMPED, True)])
+def test_equals_reference(tokens: int, form: str, options: dict, biases: bool, dtype: torch.dtype) -> None:
+    check(tokens, 2, 6, 80, 48, dtype, biases, form=form, **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("hidden", "size"), [(96, 80), (64, 128), (33, 7)])
+def test_more_tokens_and_odd_sizes(hidden: int, size: int, dtype: torch.dtype) -> None:
+    check(33, 2, 5, hidden, size, dtype, biases=True, **SILU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_longer_than_an_unrolled_step(dtype: torch.dtype) -> None:
+    check(1, 1, 2, 1424, 20, dtype, biases=False, **SILU)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_no_tokens(form: str) -> None:
+    experts = make_experts(2, 16, 16, torch.float32)
+    x, slot_ids = randn(0, 16), torch.empty(0, 2, dtype=torch.int32, device=DEVICE)
+    assert expert_gemm(x, slot_ids, *experts, form=form).shape == (0, 2, 16)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rows_of_absent_experts_stay(form: str) -> None:
+    experts = make_experts(4, 36, 20, torch.float32)
+    x, slot_ids = randn(4, 36), random_slots(4, 3, 4)
+    absent = torch.zeros_like(slot_ids, dtype=torch.bool)
+    absent[0, 1] = absent[2] = absent[3, 0] = True
+    out = run_poisoned(x, slot_ids.masked_fill(absent, -1), experts, form=form)
+    assert out[absent].isnan().all()
+    assert_close(out[~absent], expert_gemm_ref(x, slot_ids, *experts)[~absent])
+    # The rest run later into the same buffer: the same bits as all at once.
+    expert_gemm(x, slot_ids.masked_fill(~absent, -1), *experts, form=form, out=out)
+    assert out.equal(run_poisoned(x, slot_ids, experts, form=form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_absent(form: str) -> None:
+    experts = make_experts(2, 16, 16, torch.float32)
+    slot_ids = torch.full((3, 2), -1, dtype=torch.int32, device=DEVICE)
+    assert run_poisoned(randn(3, 16), slot_ids, experts, form=form).isnan().all()
+    assert (expert_gemm(randn(3, 16), slot_ids, *experts, form=form) == 0).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_all_tokens_on_one_expert(form: str) -> None:
+    experts = make_experts(5, 48, 32, torch.float32)
+    x, slot_ids = randn(11, 48), torch.full((11, 1), 4, dtype=torch.int32, device=DEVICE)
+    assert_close(run_poisoned(x, slot_ids, experts, form=form), expert_gemm_ref(x, slot_ids, *experts))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS)
+def test_same_bits_twice_and_in_other_slots(form: str, dtype: torch.dtype) -> None:
+    experts = make_experts(6, 48, 20, dtype, biases=True)
+    x, slot_ids = randn(5, 48, dtype=dtype), random_slots(5, 2, 6)
+    first = run_poisoned(x, slot_ids, experts, form=form)
+    assert first.equal(run_poisoned(x, slot_ids, experts, form=form))
+    order = torch.tensor([3, 5, 0, 4, 1, 2], device=DEVICE)  # slot i now holds what slot order[i] held
+    moved = Experts(*(part[order].contiguous() for part in experts))
+    moved_ids = order.argsort()[slot_ids.long()].int()
+    assert first.equal(run_poisoned(x, moved_ids, moved, form=form))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_slots_are_records_of_a_pool(form: str) -> None:
+    experts = make_experts(3, 48, 32, torch.float32, biases=True)
+    pool = poisoned(3, sum(part[0].numel() for part in experts) + 5, dtype=torch.float32)
+    views, start = [], 0
+    for part in experts:
+        view = pool[:, start : start + part[0].numel()].unflatten(1, part.shape[1:])
+        view.copy_(part)
+        views.append(view)
+        start += part[0].numel()
+    x, slot_ids = randn(4, 48), random_slots(4, 2, 3)
+    assert run_poisoned(x, slot_ids, Experts(*views), form=form).equal(run_poisoned(x, slot_ids, experts, form=form))
+
+
+def test_sort_tokens_example() -> None:
+    blocks = sort_tokens(torch.tensor([[2, 0, 2, -1, 2]], dtype=torch.int32), num_slots=4, block_m=2)
+    assert blocks.pairs.tolist() == [1, 5, 0, 2, 4, 5, 5, 5]
+    assert blocks.block_slots.tolist() == [0, 2, 2, -1]
+
+
+@pytest.mark.parametrize("num_experts", [None, 5])
+def test_sort_tokens_places_every_pair_once(num_experts: int | None) -> None:
+    chosen = torch.tensor([-1, 3, 4, 17, 30, 31])  # at most five distinct slots of 32
+    slot_ids = chosen[torch.randint(6, (50, 4), generator=generator(6))].int()
+    blocks = sort_tokens(slot_ids, 32, 16, num_experts)
+    flat, seen = slot_ids.flatten(), []
+    for pairs, slot in zip(blocks.pairs.view(-1, 16), blocks.block_slots.tolist(), strict=True):
+        pairs = pairs[pairs < 200]
+        assert (flat[pairs] == slot).all()
+        assert len(pairs) > 0 or slot == -1
+        seen += pairs.tolist()
+    assert sorted(seen) == torch.nonzero(flat >= 0).flatten().tolist()
+
+
+def test_sort_tokens_bound_is_enough_and_too_low_fails() -> None:
+    worst = torch.arange(6, dtype=torch.int32).view(6, 1)  # every slot has one pair more than whole blocks
+    assert sort_tokens(worst, 6, 4).block_slots.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises((RuntimeError, IndexError)):
+        sort_tokens(worst, 6, 4, num_experts=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [0, 1, 7, 33])
+@pytest.mark.parametrize(("shared", "residual"), [(False, False), (True, True), (False, True)])
+def test_combine(tokens: int, shared: bool, residual: bool, dtype: torch.dtype) -> None:
+    expert_out = randn(tokens, 3, 80, dtype=dtype)
+    weights = randn(tokens, 3, seed=1).abs()
+    options = {
+        "shared": randn(tokens, 80, dtype=dtype, seed=2) if shared else None,
+        "residual": randn(tokens, 80, dtype=dtype, seed=3) if residual else None,
+        "multiplier": 0.22,
+    }
+    out = poisoned(tokens, 80, dtype=dtype)
+    assert combine(expert_out, weights, **options, out=out) is out
+    expected = combine_ref(expert_out, weights, **options)
+    if tokens:
+        assert_close(out, expected)
+    if residual:  # in place
+        assert combine(expert_out, weights, **options | {"out": options["residual"]}).equal(out)
+
+
+def test_refusals() -> None:
+    experts = make_experts(3, 16, 8, torch.float32, biases=True)
+    x, slot_ids = randn(2, 16), random_slots(2, 2, 3)
+    refused = [
+        ((randn(2, 12), slot_ids, *experts), "x has shape"),
+        ((x.double(), slot_ids, *experts), "float32, float16 or bfloat16"),
+        ((x.half(), slot_ids, *experts), "gate_up is torch.float32"),
+        ((randn(16, 2).T, slot_ids, *experts), "x must be contiguous"),
+        ((x, slot_ids.long(), *experts), "slot_ids is torch.int64"),
+        ((x, slot_ids[:1], *experts), "slot_ids has shape"),
+        ((x, slot_ids, experts.gate_up[:, :15], experts.down), "gate_up has shape"),
+        ((x, slot_ids, experts.gate_up.mT.contiguous().mT, experts.down), "contiguous within a slot"),
+        ((x, slot_ids, *experts[:2], experts.gate_up_bias[:, :3]), "gate_up_bias has shape"),
+        ((x, slot_ids, experts.gate_up[0], experts.down), "expected, not"),
+        ((x, slot_ids, *experts, "gelu"), "kind must be"),
+        ((x, slot_ids, *experts, "silu", 0.0, 0.0, x.new_empty(2, 2, 8)), "out has shape"),
+    ]
+    for arguments, message in refused:
+        with pytest.raises(ValueError, match=message):
+            expert_gemm(*arguments)
+    with pytest.raises(ValueError, match="form must be"):
+        expert_gemm(x, slot_ids, *experts, form="fast")
+    with pytest.raises(ValueError, match="topk_weights is"):
+        combine(randn(2, 2, 16), randn(2, 2).half())
+    with pytest.raises(ValueError, match="shared has shape"):
+        combine(randn(2, 2, 16), randn(2, 2), shared=randn(1, 16))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("top_k", "hidden", "size", "biases", "options"),
+    [
+        (8, 2048, 768, False, SILU),
+        (4, 2880, 2880, True, CLAMPED),
+        (6, 2048, 1408, False, SILU),
+        (10, 512, 704, True, SILU),
+    ],
+)
+@pytest.mark.parametrize(("tokens", "form"), [(1, "decode"), (7, "decode"), (7, "prefill"), (300, "prefill")])
+def test_full_size(
+    top_k: int, hidden: int, size: int, biases: bool, options: dict, tokens: int, form: str, dtype: torch.dtype
+) -> None:
+    check(tokens, top_k, 12, hidden, size, dtype, biases, form=form, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1024, 4096])
+def test_long_prefill(tokens: int) -> None:
+    check(tokens, 8, 32, 2048, 768, torch.bfloat16, biases=False, **SILU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", FORMS)
+def test_last_slot_of_a_large_pool(form: str) -> None:
+    hidden, size, slots = 2048, 768, 1000
+    pool = torch.empty(slots, 3 * hidden * size, dtype=torch.bfloat16, device=DEVICE)
+    assert pool.nbytes > 2**33
+    experts = Experts(
+        pool[:, : 2 * hidden * size].unflatten(1, (2 * size, hidden)),
+        pool[:, 2 * hidden * size :].unflatten(1, (hidden, size)),
+    )
+    small = make_experts(1, hidden, size, torch.bfloat16)
+    experts.gate_up[-1], experts.down[-1] = small.gate_up[0], small.down[0]
+    x = randn(3, hidden, dtype=torch.bfloat16)
+    last = torch.full((3, 1), slots - 1, dtype=torch.int32, device=DEVICE)
+    out = run_poisoned(x, last, experts, form=form)
+    assert out.equal(run_poisoned(x, torch.zeros_like(last), small, form=form))
+
+
+@pytest.mark.gpu
+def test_captured_decode_reads_slots_from_memory() -> None:
+    assert ON_GPU
+    experts = make_experts(16, 512, 256, torch.bfloat16)
+    x, slot_ids = randn(2, 512, dtype=torch.bfloat16), random_slots(2, 4, 16)
+    weights, out = randn(2, 4, seed=7).abs(), poisoned(2, 4, 512, dtype=torch.bfloat16)
+    hidden, total = poisoned(2, 4, 256, dtype=torch.bfloat16), poisoned(2, 512, dtype=torch.bfloat16)
+
+    def step() -> None:
+        expert_gemm(x, slot_ids, *experts, out=out, hidden=hidden)
+        combine(out, weights, residual=x, out=total)
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    slot_ids.copy_(slot_ids.flip(1) * 3 % 16)
+    graph.replay()
+    expected = expert_gemm_ref(x, slot_ids, *experts)
+    assert_close(out, expected)
+    assert_close(total, combine_ref(expected, weights, residual=x))
