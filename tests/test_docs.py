@@ -25,8 +25,7 @@ def test_readme_names_every_module() -> None:
     named = set(re.findall(r"\w+\.py", tree[1]))
     existing = {path.name for path in (ROOT / "tritonmoe").glob("*.py")} - {"__init__.py"}
     assert existing <= named
-    scripts = {path.name for path in (ROOT / "tools").glob("*.py")}
-    assert named <= existing | scripts
+    assert named <= existing | {path.name for folder in ("tools", "kernels") for path in (ROOT / folder).rglob("*.py")}
 
 
 def test_commands_of_readme_are_found() -> None:

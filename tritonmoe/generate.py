@@ -77,9 +77,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a sign for it
-    # Threads that spin between the many small steps of a decode starve each other wherever the CPU is shared:
-    # 40 times slower beside one other busy process. Read once, when torch is imported.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         options = build_parser().parse_args(argv)
         return _import_run()(options)

@@ -96,7 +96,7 @@ def route_topk(
     scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
     choice = scores if selection_bias is None else scores + selection_bias.float()
     if num_groups > 1:
-        grouped = choice.view(len(choice), num_groups, -1)
+        grouped = choice.unflatten(-1, (num_groups, -1))
         best = _largest(grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1), topk_groups)
         eligible = torch.zeros_like(choice[:, :num_groups], dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~eligible[..., None], float("-inf")).view_as(choice)
