@@ -67,7 +67,7 @@ def embedded_text() -> str:
 def embedded_speed() -> str:
     part = read("embedded-model.json")["speed"]
     names = {
-        "load_s": "loading, s",
+        "ready_s": "start of the process to ready (imports, loading), s",
         "first_token_ms": "first token, ms",
         "decode_tokens_per_s": "decoding, tokens/s",
     }
