@@ -1,4 +1,4 @@
-"""Run the tests that need a GPU and store their summary: `python tools/gpu_tests.py [pytest arguments]`."""
+"""Run the tests that a GPU is for, kernels included, and store their summary: `python tools/gpu_tests.py [pytest arguments]`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def summarise(log: str) -> dict[str, object]:
 
 
 def main() -> int:
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-s", "-rs", *sys.argv[1:]]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu or kernel", "-s", "-rs", *sys.argv[1:]]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     print(done.stdout)
     OUTPUT.write_text(json.dumps({"provenance": provenance(), "results": summarise(done.stdout)}, indent=1) + "\n")
