@@ -1,4 +1,4 @@
-"""Run the tests that a GPU is for, kernels included, and store their summary: `python tools/gpu_tests.py [pytest arguments]`."""
+"""Run the tests that a GPU is for, kernels included, and store their summary; arguments go to pytest."""
 
 from __future__ import annotations
 

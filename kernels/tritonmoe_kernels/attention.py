@@ -25,8 +25,8 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.checks import FLOATS
 
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_HEAD_DIM = 256
 DECODE_PROGRAMS = 256  # wanted by the choice of splits: about two per SM of the largest GPUs
 MAX_SPLITS = 64
@@ -445,7 +445,7 @@ def attention_prefill_ref(
 
 
 def _check_inputs(op, q, keys, values, rank, window, sinks) -> None:
-    if q.dtype not in DTYPES:
+    if q.dtype not in FLOATS:
         raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {q.dtype}")
     if q.dim() != rank or keys.dim() != 4:
         raise ValueError(f"{op}: q of {rank} and keys of 4 axes expected, not {list(q.shape)} and {list(keys.shape)}")

@@ -28,9 +28,9 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.checks import FLOATS
 
 DECODE_MAX_TOKENS = 16
-DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 KINDS = ("silu", "swiglu_clamped")
 ROW_READ_BYTES = 512  # of a weight row by one warp: 32 lanes of 16 bytes
 
@@ -595,7 +595,7 @@ def _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind) ->
 
 
 def _check_dtype(op: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in DTYPES:
+    if tensor.dtype not in FLOATS:
         raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {tensor.dtype}")
 
 

@@ -24,8 +24,8 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.checks import FLOATS, check_tensor
 
-FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MAX_DECODE_TOKENS = 16
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
 
@@ -595,27 +595,6 @@ def decode_tiles(
 def group_blocks(experts: int, num_groups: int) -> tuple[int, int]:
     """(BLOCK_G, BLOCK_S): the padded number of groups and the padded size of one."""
     return triton.next_power_of_2(num_groups), triton.next_power_of_2(experts // num_groups)
-
-
-def check_tensor(
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int | None, ...] | torch.Size,
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-) -> None:
-    """Raise a ValueError that says what is wrong with a contiguous tensor; None in `shape` matches any size."""
-    if tensor.ndim != len(shape) or any(
-        want not in (None, have) for want, have in zip(shape, tensor.shape, strict=True)
-    ):
-        wanted = ", ".join("any" if size is None else str(size) for size in shape)
-        raise ValueError(f"{name} has shape {list(tensor.shape)}, expected [{wanted}]")
-    if tensor.dtype not in dtypes:
-        raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
-    if tensor.device != device:
-        raise ValueError(f"{name} is on {tensor.device}, expected {device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous: its strides are {tensor.stride()}")
 
 
 def check_decode_tokens(tokens: int, alternative: str) -> None:

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.norm_router import FLOATS, check_tensor
+from tritonmoe_kernels.checks import FLOATS, check_tensor
 
 QKNorm = Literal["none", "head", "full", "head_after_rope"]
 

@@ -18,15 +18,14 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.norm_router import (
     COUNTING_LIMIT,
-    FLOATS,
     Routing,
     arrive_last,
     check_decode_tokens,
     check_router,
     check_routing,
-    check_tensor,
     choose_experts,
     decode_tiles,
     group_blocks,
