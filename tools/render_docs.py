@@ -31,7 +31,7 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def origin(part: dict[str, Any]) -> str:
     """One line that says how to repeat a measurement."""
     source = part["provenance"]
-    machine = source.get("gpu") or f"{source['cpu']}, {source['torch_threads']} threads"
+    machine = source.get("gpu") or f"{source['cpu']}, {source['torch_threads']} thread(s)"
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
     return f"\n`{source['command']}` at commit {source['commit']} on {machine} ({versions}).\n"
 
