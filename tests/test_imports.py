@@ -15,8 +15,8 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 LAYERS = (
     ("errors", "spec", "tensor_names"),
     ("config_reader", "memory", "sampling", "kv_cache", "rope"),
-    ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "hub", "session"),
-    ("streaming", "generation_config", "attention", "moe", "loading"),
+    ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "session"),
+    ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation"),
     ("engine",),
     ("chat",),

@@ -20,8 +20,8 @@ __all__ = ["Engine", "Generation", "Interrupted", "SamplingParams", "TextStream"
 __version__ = "0.1.0"
 
 # OpenMP's threads spin for milliseconds between the small steps of a decode and starve each other where the CPU is
-# shared: on 2 cores the embedded model fell from 90 tokens/s to between 3 and 20 beside one busy process. Spinning for
-# microseconds costs some speed on an idle machine (73 tokens/s) and nothing more on a busy one. Read when torch loads.
+# shared: beside one busy process a small model falls to a fraction of its speed. Spinning for microseconds costs little
+# on an idle machine and nothing more on a busy one. Read when torch loads.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 

@@ -12,11 +12,10 @@ from typing import Any, TextIO
 
 from tritonmoe.chat import chat
 from tritonmoe.engine import Engine, Interrupted, TextStream
-from tritonmoe.errors import InputError
+from tritonmoe.errors import EXIT_INTERRUPTED, InputError
 from tritonmoe.generation import Generation
 from tritonmoe.sampling import MIN_TEMPERATURE, SamplingParams
 
-INTERRUPTED = 130
 SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 FILTERS = ("top_k", "top_p", "min_p")
 
@@ -134,7 +133,7 @@ def _stream(stream: TextStream) -> int:
         for text in stream:
             print(text, end="", flush=True)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        code = EXIT_INTERRUPTED
     print(flush=True)
     print(summary(stream.result()), file=sys.stderr)
     return code
@@ -145,7 +144,7 @@ def _print_all(engine: Engine, prompts: Sequence[Any], params: SamplingParams, a
     try:
         results = engine.generate_batch(prompts, params)
     except Interrupted as interrupted:
-        code, results = INTERRUPTED, interrupted.results
+        code, results = EXIT_INTERRUPTED, interrupted.results
     for result in results:
         print(json.dumps(dataclasses.asdict(result), ensure_ascii=False) if as_json else result.text, flush=True)
     if not as_json:

@@ -138,9 +138,7 @@ class Engine:
         scores: list[float] = []
         for start in range(0, len(ids) - 1, PREFILL_CHUNK):
             end = min(start + PREFILL_CHUNK, len(ids) - 1)
-            chunk = torch.tensor([ids[start:end]], device=device)
-            positions = torch.arange(start, end, device=device)[None]
-            logits = self.decoder.forward(chunk, positions, cache, length=end, last_only=False)[0]
+            logits = self._forward_chunk(ids, start, end, cache, last_only=False)[0]
             following = torch.tensor(ids[start + 1 : end + 1], device=device)
             scores += logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
         return scores
@@ -197,11 +195,17 @@ class Engine:
         logits = torch.empty(0)
         while row.num_cached < row.num_prompt:
             start, end = row.num_cached, min(row.num_cached + PREFILL_CHUNK, row.num_prompt)
-            ids = torch.tensor([row.token_ids[start:end]], device=self.decoder.device)
-            positions = torch.arange(start, end, device=self.decoder.device)[None]
-            logits = self.decoder.forward(ids, positions, cache, length=end)
+            logits = self._forward_chunk(row.token_ids, start, end, cache, last_only=True)
             row.num_cached = end
         return logits
+
+    def _forward_chunk(
+        self, token_ids: list[int], start: int, end: int, cache: KVCache, last_only: bool
+    ) -> torch.Tensor:
+        """Logits of tokens `start … end` of one sequence, whose earlier tokens are in the cache."""
+        ids = torch.tensor([token_ids[start:end]], device=self.decoder.device)
+        positions = torch.arange(start, end, device=self.decoder.device)[None]
+        return self.decoder.forward(ids, positions, cache, length=end, last_only=last_only)
 
     def _step(self, rows: list[Row], cache: KVCache) -> torch.Tensor:
         """One decode step of all rows. A row that has ended repeats its last token in place, so that the shape
@@ -297,8 +301,6 @@ def _resolve_context(spec: ModelSpec, max_context: int | None) -> int:
 def _default_params(folder: Path) -> SamplingParams:
     """What generation_config.json recommends; greedy where it does not ask for sampling."""
     found = sampling_defaults(folder)
-    if found.get("top_k") == -1:  # how some tools write "off"
-        found["top_k"] = 0
     if not found.pop("do_sample", False):
         found = {name: value for name, value in found.items() if name == "repetition_penalty"}
     elif "temperature" not in found:

@@ -1,6 +1,10 @@
-"""Every error a user can cause. The message is one line: what was wrong, and what to change."""
+"""Every error a user can cause, and the exit codes of the command. A message is one line: what was wrong, and what
+to change."""
 
 from __future__ import annotations
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 
 class TritonMoeError(Exception):

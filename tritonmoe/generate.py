@@ -16,10 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tritonmoe.errors import InputError, TritonMoeError
+from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 
-EXIT_BAD_INPUT = 2
-EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_CODES = """exit codes:
   0    done
   1    a fault of tritonmoe itself (please report the traceback)

@@ -82,4 +82,6 @@ def sampling_defaults(folder: Path) -> dict[str, Any]:
         is_valid, meaning = SAMPLING_RULES[name]
         if not is_valid(value):
             raise TokenizerError(f"{path}: {name} must be {meaning}, not {value!r}")
+    if defaults.get("top_k") == -1:  # how some tools write "off"
+        defaults["top_k"] = 0
     return defaults

@@ -14,12 +14,12 @@ import huggingface_hub
 from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
+from tritonmoe.checkpoint import INDEX_NAME
 from tritonmoe.config_reader import read_json
 from tritonmoe.errors import HubError, InputError
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
 
 # Patterns match the whole path, so "*.safetensors" alone also takes second copies of the weights in
@@ -62,7 +62,7 @@ def snapshot_problems(folder: Path) -> list[str]:
     """What a model folder lacks to be loaded, one line each; empty for a complete one."""
     needed = ("config.json", "tokenizer.json")
     problems = [f"{name} is missing" for name in needed if not (folder / name).exists()]
-    if (folder / INDEX).exists():
+    if (folder / INDEX_NAME).exists():
         return problems + _index_problems(folder)
     # In the cache a file is a link, which may lead nowhere.
     names = [path.name for path in folder.glob("*.safetensors") if path.exists()]
@@ -77,13 +77,13 @@ def snapshot_problems(folder: Path) -> list[str]:
 
 def _index_problems(folder: Path) -> list[str]:
     try:
-        weight_map = read_json(folder / INDEX, HubError).get("weight_map")
+        weight_map = read_json(folder / INDEX_NAME, HubError).get("weight_map")
     except HubError as error:
         return [str(error)]
     if not isinstance(weight_map, dict) or not weight_map:
-        return [f"{INDEX} has no weight_map"]
+        return [f"{INDEX_NAME} has no weight_map"]
     names = sorted({str(name) for name in weight_map.values()})
-    return [f"{name} is missing, though {INDEX} names it" for name in names if not (folder / name).exists()]
+    return [f"{name} is missing, though {INDEX_NAME} names it" for name in names if not (folder / name).exists()]
 
 
 def _looks_like_path(model: str) -> bool:
