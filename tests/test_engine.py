@@ -61,7 +61,7 @@ def test_same_seed_same_text_other_seed_other_text(engine: Engine) -> None:
 def test_prefill_chunks_give_the_same_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = "the prompt is longer than a chunk " * 3
     whole = engine.generate(prompt, SAMPLED)
-    monkeypatch.setattr(tritonmoe.engine, "PREFILL_CHUNK", 7)
+    monkeypatch.setattr(tritonmoe.engine, "prefill_chunk", lambda _device: 7)
     assert engine.generate(prompt, SAMPLED).token_ids == whole.token_ids
 
 
@@ -114,14 +114,14 @@ def test_interrupt_while_the_cache_grows(engine: Engine, monkeypatch: pytest.Mon
 def test_interrupted_batch_keeps_what_it_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = []
 
-    def step(*arguments: object) -> torch.Tensor:
+    def step(*arguments: object) -> list[str]:
         if len(steps) == 3:
             raise KeyboardInterrupt
         steps.append(1)
         return original(*arguments)
 
-    original = engine._step
-    monkeypatch.setattr(engine, "_step", step)
+    original = engine._take
+    monkeypatch.setattr(engine, "_take", step)
     with pytest.raises(Interrupted) as caught:
         engine.generate_batch(PROMPTS, SamplingParams(max_new_tokens=20))
     assert [len(result.token_ids) for result in caught.value.results] == [4, 4, 4]
@@ -134,9 +134,11 @@ def test_ids_past_the_tokenizer_are_never_drawn(engine: Engine) -> None:
     logits[0, -1] = 9.0
     logits[0, 7] = 1.0
     row = engine._row("Hello", SamplingParams(max_new_tokens=3))
-    engine._advance([row], logits)
+    with engine._runner([row]) as runner:
+        runner.begin([row.token_ids], [row.params])
+        runner.sample(logits)
+        assert runner.tokens() == [7]
     assert engine.tokenizer.vocab_size < engine.decoder.spec.vocab_size
-    assert row.token_ids[-1] == 7
 
 
 def test_text_ends_with_an_unfinished_character(engine: Engine) -> None:
@@ -150,8 +152,10 @@ def test_text_ends_with_an_unfinished_character(engine: Engine) -> None:
 
 def test_logits_that_are_not_finite(engine: Engine) -> None:
     row = engine._row("Hello", SAMPLED)
-    with pytest.raises(InputError, match="not finite"):
-        engine._advance([row], torch.full((1, engine.decoder.spec.vocab_size), float("nan")))
+    with engine._runner([row]) as runner:
+        runner.begin([row.token_ids], [row.params])
+        with pytest.raises(InputError, match="not finite"):
+            runner.sample(torch.full((1, engine.decoder.spec.vocab_size), float("nan")))
 
 
 def test_session_survives_an_abandoned_stream(engine: Engine) -> None:
@@ -241,6 +245,7 @@ def test_gpu_asked_for_and_absent(pristine_folder: Path) -> None:
 
 
 def test_cache_that_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine._idle.clear()  # a cache that is there already would do
     monkeypatch.setattr("tritonmoe.memory.available_bytes", lambda device: 1000)
     with pytest.raises(InputError, match=r"the KV cache of 1 x \d+ tokens .* needs .* --max-context"):
         engine.generate("Hello")

@@ -6,14 +6,8 @@ import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, generator, poisoned, randn
 
-from tritonmoe_kernels.attention import (
-    attention_decode,
-    attention_decode_ref,
-    attention_prefill,
-    attention_prefill_ref,
-    decode_splits,
-    decode_workspace_size,
-)
+from tritonmoe_kernels.attention import attention_decode, attention_prefill, decode_splits, decode_workspace_size
+from tritonmoe_kernels.references import attention_decode_ref, attention_prefill_ref
 
 pytestmark = KERNEL_MARKS
 
@@ -107,12 +101,12 @@ def test_decode_of_an_empty_sequence_is_zero() -> None:
         assert out[1].isfinite().all()
 
 
-def test_decode_splits_depend_on_shapes_only() -> None:
-    assert decode_splits(1, 4, 65536, None, 64) == 64
-    assert decode_splits(8, 8, 65536, None, 64) == 4
-    assert decode_splits(1, 4, 128, None, 64) == 2
-    assert decode_splits(1, 8, 65536, 128, 64) == 4
-    assert decode_splits(4096, 8, 65536, None, 64) == 1
+def test_decode_splits_fill_the_device_and_no_more() -> None:
+    launch = {"block_l": 64, "programs": 256}
+    assert decode_splits(1, 4, None, launch) == 64
+    assert decode_splits(8, 8, None, launch) == 4
+    assert decode_splits(1, 8, 128, launch) == 4
+    assert decode_splits(4096, 8, None, launch) == 1
 
 
 def test_decode_batch_of_none() -> None:

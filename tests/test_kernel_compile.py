@@ -22,10 +22,13 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
+from tritonmoe_kernels import dependent_launch, launch_table  # noqa: E402
 from tritonmoe_kernels.attention import attention_decode, attention_prefill  # noqa: E402
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm  # noqa: E402
+from tritonmoe_kernels.linear import linear  # noqa: E402
 from tritonmoe_kernels.norm_router import Routing, add_rms_norm, norm_router, route_topk  # noqa: E402
 from tritonmoe_kernels.rope_qk import rope_qk  # noqa: E402
+from tritonmoe_kernels.sort_tokens import sort_tokens  # noqa: E402
 from tritonmoe_kernels.speculate import speculate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile")
@@ -35,6 +38,7 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
     "gfx1100": GPUTarget("hip", "gfx1100", 32),
 }
+HAS_DEPENDENT_LAUNCH = ("sm_90", "sm_100", "sm_120")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Everything in bfloat16, and every dtype on one GPU; the rest of the product in the long form.
 SHORT = [(target, "bf16") for target in TARGETS] + [("sm_90", "fp16"), ("sm_90", "fp32")]
@@ -93,11 +97,21 @@ def experts(tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: t
     combine(out, torch.ones(tokens, top_k))
 
 
+def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype) -> None:
+    weight = torch.ones(units, hidden, dtype=dtype)
+    bias, norm_weight = (None, torch.ones(hidden)) if has_norm else (weight[:, 0].contiguous(), None)
+    linear(torch.ones(1, hidden, dtype=dtype), weight, bias, norm_weight, 1e-6)
+
+
 # Still to be tuned. The float32 case spills with triton 3.9 and does not with 3.6.
 KNOWN_SPILLS = {("attention-qwen3", "gfx1100", "bf16"), ("attention-gpt_oss", "sm_90", "fp32")}
 
 Case = Callable[[torch.dtype], None]
 DECODE: dict[str, Case] = {
+    "linear-qwen3-qkv": lambda dtype: dense(5120, 2048, True, dtype),
+    "linear-qwen3-output": lambda dtype: dense(2048, 4096, False, dtype),
+    "linear-gpt_oss-qkv": lambda dtype: dense(5120, 2880, True, dtype),
+    "linear-dense-down": lambda dtype: dense(4096, 10944, False, dtype),
     "norm_router-qwen3": lambda dtype: router(2048, 128, QWEN3, dtype),
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
     "norm_router-groups": lambda dtype: router(4096, 256, GROUPED, dtype),
@@ -117,6 +131,7 @@ PREFILL: dict[str, Case] = {
     "attention-qwen3": lambda dtype: attention(300, 32, 4, 128, None, dtype),
     "attention-gpt_oss": lambda dtype: attention(300, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(300, 8, 2048, 768, "silu", dtype),
+    "sort_tokens-pool": lambda _: sort_tokens(torch.zeros(300, 8, dtype=torch.int32), 8192, 128, 128),
 }
 
 
@@ -148,6 +163,9 @@ def compile_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Case, str], l
 
     def run(target: str, case: Case, dtype: str) -> list[Any]:
         monkeypatch.setattr(triton.runtime.driver, "_active", Driver(target))  # reset_active() wants a real GPU
+        monkeypatch.setattr(launch_table, "architecture", lambda _device: target)
+        dependent = {"PDL": True, "launch_pdl": True} if target in HAS_DEPENDENT_LAUNCH else {"PDL": False}
+        monkeypatch.setattr(dependent_launch, "_options", lambda *_device: dependent)
         compiled.clear()
         case(DTYPES[dtype])
         assert compiled

@@ -8,16 +8,8 @@ import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
 
-from tritonmoe_kernels.norm_router import (
-    NormRouterOutput,
-    Routing,
-    add_rms_norm,
-    add_rms_norm_ref,
-    norm_router,
-    norm_router_ref,
-    route_topk,
-    route_topk_ref,
-)
+from tritonmoe_kernels.norm_router import NormRouterOutput, Routing, add_rms_norm, norm_router, route_topk
+from tritonmoe_kernels.references import add_rms_norm_ref, norm_router_ref, route_topk_ref
 
 pytestmark = KERNEL_MARKS
 

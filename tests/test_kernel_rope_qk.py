@@ -7,12 +7,15 @@ import torch
 import torch.nn.functional as F
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
 
-from tritonmoe.attention import attention_block
+from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.kv_cache import KVCache
-from tritonmoe.rope import RotaryTable, inverse_frequencies
+from tritonmoe.operations import REFERENCES
+from tritonmoe.rope import inverse_frequencies
 from tritonmoe.spec import AttentionSpec, RopeSpec
 from tritonmoe.weights import AttentionWeights
-from tritonmoe_kernels.rope_qk import rope_qk, rope_qk_ref
+from tritonmoe_kernels import reference
+from tritonmoe_kernels.references import rope_qk_ref
+from tritonmoe_kernels.rope_qk import rope_qk
 
 pytestmark = KERNEL_MARKS
 
@@ -84,14 +87,19 @@ def test_engine_appends_the_same(interleaved: bool, clip_qkv: float | None, qk_n
     x = randn(2, 5, 24, seed=3)
     positions = torch.arange(5, device=DEVICE).expand(2, 5)
     cache = KVCache(*((torch.zeros(2, 2, 9, 16, device=DEVICE),) for _ in range(2)))
-    rotary = RotaryTable({rope}, DEVICE).at(positions)[rope]
-    attention_block(spec, weights, x, rotary, positions, cache, 0, 5, 1e-6)
+    flat, no_norm = positions.reshape(-1).contiguous(), torch.ones(24, device=DEVICE)
+    tokens = Tokens(flat, batch=2, start=0, length=5)
+    x = reference.rms_norm(x, no_norm, 1e-6)
+    inv_freq = inverse_frequencies(rope).to(DEVICE)
+    attention_block(
+        REFERENCES, spec, weights, x.flatten(0, 1), no_norm, 1e-6, inv_freq, tokens, cache.keys[0], cache.values[0]
+    )
+    x = reference.rms_norm(x, no_norm, 1e-6)
 
     keys, values = (torch.zeros(2, 2, 9, 16, device=DEVICE) for _ in range(2))
     qkv = F.linear(x, qkv_weight).view(10, -1)
-    inv_freq = inverse_frequencies(rope).to(DEVICE)
     options = {"interleaved": interleaved, "qk_norm": qk_norm, "clip_qkv": clip_qkv, "tokens_per_row": 5}
-    rope_qk(qkv, positions.reshape(-1).contiguous(), inv_freq, keys, values, 4, **options, **norms)
+    rope_qk(qkv, flat, inv_freq, keys, values, 4, **options, **norms)
     assert torch.equal(values, cache.values[0])
     assert_close(keys, cache.keys[0])
     assert not keys[:, :, 5:].any()

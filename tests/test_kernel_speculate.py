@@ -8,7 +8,9 @@ from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned,
 
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.norm_router import Routing
-from tritonmoe_kernels.speculate import SpeculateOutput, speculate, speculate_ref
+from tritonmoe_kernels.references import speculate_ref
+from tritonmoe_kernels.routing import SpeculateOutput
+from tritonmoe_kernels.speculate import speculate
 
 pytestmark = KERNEL_MARKS
 

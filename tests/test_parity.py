@@ -40,8 +40,11 @@ def run(decoder: Decoder, ids: torch.Tensor, steps: list[int]) -> torch.Tensor:
     cache = KVCache.allocate(decoder.spec, len(ids), ids.shape[1], decoder.device, decoder.dtype)
     ids, out, start = ids.to(decoder.device), [], 0
     for size in steps:
-        positions = torch.arange(start, start + size, device=decoder.device).expand(len(ids), -1)
-        out.append(decoder.forward(ids[:, start : start + size], positions, cache, start + size, last_only=False))
+        if size == 1:
+            positions = torch.full((len(ids),), start, device=decoder.device)
+            out.append(decoder.decode(ids[:, start], positions, cache, start + 1)[:, None])
+        else:
+            out.append(decoder.prefill(ids[:, start : start + size], start, cache, last_only=False))
         start += size
     return torch.cat(out, dim=1)
 
@@ -73,10 +76,10 @@ def test_greedy_continuation_equals_transformers(name: str, tmp_path: Path) -> N
         )
     cache = KVCache.allocate(decoder.spec, 1, 20 + steps, decoder.device, decoder.dtype)
     for start, end in ((0, 13), (13, 20)):
-        logits = decoder.forward(ids[:, start:end], torch.arange(start, end)[None], cache, end)
+        logits = decoder.prefill(ids[:, start:end], start, cache)
     for position in range(20, 20 + steps):
         allowed = logits.clone()
         allowed[:, 2] = float("-inf")  # min_new_tokens forbids the end token (id 2) there
         ids = torch.cat((ids, allowed.argmax(-1, keepdim=True)), dim=1)
-        logits = decoder.forward(ids[:, -1:], torch.tensor([[position]]), cache, position + 1)
+        logits = decoder.decode(ids[:, -1], torch.tensor([position]), cache, position + 1)
     assert ids.tolist() == expected.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from tritonmoe.architectures import load_spec
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.config_reader import read_json
+from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.errors import ConfigError, InputError
 from tritonmoe.generation import Generation, Row
 from tritonmoe.generation_config import sampling_defaults, stop_token_ids
@@ -21,14 +23,15 @@ from tritonmoe.hub import resolve_model
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.loading import load_weights
 from tritonmoe.model import Decoder
-from tritonmoe.sampling import SamplingParams, sample
-from tritonmoe.session import PREFILL_CHUNK, Session, allocate_cache
+from tritonmoe.sampling import SamplingParams
+from tritonmoe.session import Session, allocate_cache, prefill_chunk
 from tritonmoe.spec import ModelSpec
 from tritonmoe.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "nano"
+SCORED_CHUNK = 512  # tokens whose logits over the whole vocabulary are in memory at once
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Prompt = str | Sequence[int]
@@ -57,6 +60,8 @@ class Engine:
         self.stop_ids = stop_ids
         self.defaults = defaults
         self.max_context = max_context
+        # Runners of past calls by batch size, kept with their caches and captured steps for calls that they can serve.
+        self._idle: dict[int, DecodeRunner] = {}
 
     @classmethod
     def from_pretrained(
@@ -111,11 +116,10 @@ class Engine:
         if not prompts:
             return []
         rows = [self._row(prompt, params) for prompt in prompts]
-        length = min(self.max_context, max(row.num_prompt + row.params.max_new_tokens for row in rows))
-        cache = allocate_cache(self.decoder.spec, len(rows), length, self.decoder.device, self.decoder.dtype)
         try:
-            for _ in self._run(rows, cache):
-                pass
+            with self._runner(rows) as runner:
+                for _ in self._run(rows, runner):
+                    pass
         except KeyboardInterrupt:
             raise Interrupted([row.result() for row in rows]) from None
         return [row.result() for row in rows]
@@ -125,8 +129,7 @@ class Engine:
     ) -> TextStream:
         """Continue one prompt piece by piece; with a `session`, reuse and extend its cache."""
         row = self._row(prompt, params)
-        session = session if session is not None else self.session()
-        return TextStream(row, self._run_session(row, session))
+        return TextStream(row, self._run_alone(row) if session is None else self._run_session(row, session))
 
     def score(self, token_ids: Sequence[int]) -> list[float]:
         """Natural log of the probability of each token but the first, given the ones before it."""
@@ -134,18 +137,18 @@ class Engine:
         if len(ids) > self.max_context:
             raise InputError(f"{len(ids)} tokens do not fit in the context of {self.max_context}")
         device = self.decoder.device
-        cache = allocate_cache(self.decoder.spec, 1, len(ids), device, self.decoder.dtype)
+        cache = allocate_cache(self.decoder, 1, len(ids))
         scores: list[float] = []
-        for start in range(0, len(ids) - 1, PREFILL_CHUNK):
-            end = min(start + PREFILL_CHUNK, len(ids) - 1)
-            logits = self._forward_chunk(ids, start, end, cache, last_only=False)[0]
+        for start in range(0, len(ids) - 1, SCORED_CHUNK):
+            end = min(start + SCORED_CHUNK, len(ids) - 1)
+            logits = self._prefill_chunk(ids, start, end, cache, last_only=False)[0]
             following = torch.tensor(ids[start + 1 : end + 1], device=device)
             scores += logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
         return scores
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
-        return Session(self.decoder.spec, self.decoder.device, self.decoder.dtype, self.max_context)
+        return Session(self.decoder, self.tokenizer.vocab_size, self.max_context)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
@@ -173,62 +176,76 @@ class Engine:
             raise InputError(f"token id {wrong[0]} of the prompt is outside the model's vocabulary of {vocab_size}")
         return ids
 
+    @contextmanager
+    def _runner(self, rows: list[Row]) -> Iterator[DecodeRunner]:
+        """A runner for these rows that nobody else uses meanwhile; one of an earlier call where it is large enough."""
+        length = max(row.max_length for row in rows)
+        runner = self._idle.pop(len(rows), None)
+        if runner is None or runner.cache.max_length < length:
+            runner = None  # freed before the larger one is allocated
+            # A power of two, so that calls of similar lengths share it.
+            capacity = min(self.max_context, 1 << (length - 1).bit_length())
+            cache = allocate_cache(self.decoder, len(rows), capacity)
+            runner = DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size)
+        try:
+            yield runner
+        finally:
+            self._idle[len(rows)] = runner
+
+    def _run_alone(self, row: Row) -> Generator[list[str], None, None]:
+        with self._runner([row]) as runner:
+            yield from self._run([row], runner)
+
     def _run_session(self, row: Row, session: Session) -> Generator[list[str], None, None]:
         row.num_reused = row.num_cached = session.reuse(row.token_ids)
-        length = min(self.max_context, row.num_prompt + row.params.max_new_tokens)
-        cache = session.cache(length)
+        runner = session.runner(row.max_length)
         session.token_ids = row.token_ids[: row.num_cached]
         try:
-            yield from self._run([row], cache)
+            yield from self._run([row], runner)
         finally:
             session.token_ids = row.token_ids[: row.num_cached]
 
-    def _run(self, rows: list[Row], cache: KVCache) -> Iterator[list[str]]:
+    def _run(self, rows: list[Row], runner: DecodeRunner) -> Iterator[list[str]]:
         """Prefill each row, then step all rows together; yields the new text of every row after each step."""
-        logits = torch.cat([self._prefill(row, cache.rows(i, 1)) for i, row in enumerate(rows)])
-        yield self._advance(rows, logits)
+        logits = torch.cat([self._prefill(row, runner.cache.rows(i, 1)) for i, row in enumerate(rows)])
+        runner.begin([row.token_ids for row in rows], [row.params for row in rows])
+        runner.sample(logits)
+        yield [row.append(token) for row, token in zip(rows, runner.tokens(), strict=True)]
+        steps = max(row.max_length - len(row.token_ids) for row in rows)
+        launched = taken = 0
         while not all(row.finished for row in rows):
-            yield self._advance(rows, self._step(rows, cache))
+            # On a GPU one step ahead: it starts the next one without waiting for the host to see this one's tokens.
+            while launched < min(steps, taken + 1 + runner.lookahead):
+                runner.launch()
+                launched += 1
+            taken += 1
+            yield self._take(rows, runner.tokens())
+
+    def _take(self, rows: list[Row], tokens: list[int]) -> list[str]:
+        """Append a step's tokens to the rows that have not ended."""
+        texts = []
+        for row, token in zip(rows, tokens, strict=True):
+            if not row.finished:
+                row.num_cached = len(row.token_ids)
+            texts.append("" if row.finished else row.append(token))
+        return texts
 
     def _prefill(self, row: Row, cache: KVCache) -> torch.Tensor:
         """Run a row's uncached prompt tokens in fixed chunks; returns the logits [1, V] after the last one."""
         logits = torch.empty(0)
+        chunk = prefill_chunk(self.decoder.device)
         while row.num_cached < row.num_prompt:
-            start, end = row.num_cached, min(row.num_cached + PREFILL_CHUNK, row.num_prompt)
-            logits = self._forward_chunk(row.token_ids, start, end, cache, last_only=True)
+            start, end = row.num_cached, min(row.num_cached + chunk, row.num_prompt)
+            logits = self._prefill_chunk(row.token_ids, start, end, cache, last_only=True)
             row.num_cached = end
         return logits
 
-    def _forward_chunk(
+    def _prefill_chunk(
         self, token_ids: list[int], start: int, end: int, cache: KVCache, last_only: bool
     ) -> torch.Tensor:
         """Logits of tokens `start … end` of one sequence, whose earlier tokens are in the cache."""
         ids = torch.tensor([token_ids[start:end]], device=self.decoder.device)
-        positions = torch.arange(start, end, device=self.decoder.device)[None]
-        return self.decoder.forward(ids, positions, cache, length=end, last_only=last_only)
-
-    def _step(self, rows: list[Row], cache: KVCache) -> torch.Tensor:
-        """One decode step of all rows. A row that has ended repeats its last token in place, so that the shape
-        of the step, and with it the rounding of the other rows, stays the same."""
-        device = self.decoder.device
-        ids = torch.tensor([[row.token_ids[-1]] for row in rows], device=device)
-        positions = torch.tensor([[len(row.token_ids) - 1] for row in rows], device=device)
-        logits = self.decoder.forward(ids, positions, cache, length=max(len(row.token_ids) for row in rows))
-        for row in rows:
-            row.num_cached = len(row.token_ids)
-        return logits
-
-    def _advance(self, rows: list[Row], logits: torch.Tensor) -> list[str]:
-        # Embeddings are padded past the last token on purpose; such an id could not be turned into text.
-        logits = logits[:, : self.tokenizer.vocab_size].cpu()
-        texts = []
-        for row, row_logits in zip(rows, logits, strict=True):
-            if row.finished:
-                texts.append("")
-                continue
-            token = sample(row_logits, row.params, row.token_ids, len(row.token_ids))
-            texts.append(row.append(token))
-        return texts
+        return self.decoder.prefill(ids, start, cache, last_only)
 
 
 class Interrupted(KeyboardInterrupt):

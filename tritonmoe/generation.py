@@ -51,7 +51,7 @@ class Row:
         self.num_cached = 0  # tokens whose keys and values are in the cache now
         self.finish_reason: FinishReason | None = None
         self._stop_ids = stop_ids
-        self._end = min(max_length, self.num_prompt + params.max_new_tokens)
+        self.max_length = min(max_length, self.num_prompt + params.max_new_tokens)  # prompt plus generated tokens
         self._decoder = IncrementalDecoder(tokenizer)
         self._matcher = StopStringMatcher(params.stop)
         self._text: list[str] = []
@@ -74,7 +74,7 @@ class Row:
         self._text.append(text)
         if matched:
             self.finish_reason = "stop"
-        elif len(self.token_ids) >= self._end:
+        elif len(self.token_ids) >= self.max_length:
             return text + self._finish("length")
         return text
 

@@ -23,11 +23,11 @@ class KVCache:
     def allocate(
         cls, spec: ModelSpec, batch: int, max_length: int, device: torch.device, dtype: torch.dtype
     ) -> KVCache:
-        """Zero-filled: masked positions are multiplied by weight 0, which NaN from stale memory would survive."""
+        """Uninitialised: nothing reads an entry before it was written."""
         shapes = [(batch, layer.attention.num_kv_heads, max_length, layer.attention.head_dim) for layer in spec.layers]
         return cls(
-            tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes),
-            tuple(torch.zeros(shape, device=device, dtype=dtype) for shape in shapes),
+            tuple(torch.empty(shape, device=device, dtype=dtype) for shape in shapes),
+            tuple(torch.empty(shape, device=device, dtype=dtype) for shape in shapes),
         )
 
     def rows(self, first: int, count: int) -> KVCache:
@@ -40,12 +40,6 @@ class KVCache:
     @property
     def max_length(self) -> int:
         return self.keys[0].shape[2]
-
-    def append(self, layer_id: int, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor) -> None:
-        """Store k, v [B, T, kv_heads, D] at positions [B, T]."""
-        row = torch.arange(k.shape[0], device=k.device)[:, None]
-        self.keys[layer_id][row, :, positions] = k
-        self.values[layer_id][row, :, positions] = v
 
 
 def kv_bytes_per_token(spec: ModelSpec, dtype: torch.dtype) -> int:

@@ -2,64 +2,101 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
-from tritonmoe.attention import attention_block
+from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.kv_cache import KVCache
-from tritonmoe.moe import moe_block
-from tritonmoe.rope import RotaryTable
-from tritonmoe.spec import LayerSpec, ModelSpec
-from tritonmoe.weights import LayerWeights, ModelWeights
-from tritonmoe_kernels import reference
+from tritonmoe.moe import Scratch, glu_mlp, moe_block, route
+from tritonmoe.operations import MAX_STREAMED_TOKENS, Operations, operations
+from tritonmoe.rope import inverse_frequencies
+from tritonmoe.spec import ModelSpec
+from tritonmoe.weights import ModelWeights
 
 
 class Decoder:
     """A decoder-only Mixture-of-Experts model with all weights on one device."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights) -> None:
+    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Operations | None = None) -> None:
         self.spec = spec
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._rotary = RotaryTable({layer.attention.rope for layer in spec.layers}, self.device)
+        # Called with (layer, topk_ids [tokens, K] int32) after each router, by whoever studies routing.
+        self.on_route: Callable[[int, torch.Tensor], None] | None = None
+        self._ops = operations(self.device) if ops is None else ops
+        self._scratch = Scratch.allocate(self.device)
+        ropes = {layer.attention.rope for layer in spec.layers}
+        self._inv_freq = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
 
     @torch.inference_mode()
-    def forward(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, length: int, last_only: bool = True
-    ) -> torch.Tensor:
-        """Run T new tokens of each of B sequences and append their keys and values to the cache.
+    def prefill(self, token_ids: torch.Tensor, start: int, cache: KVCache, last_only: bool = True) -> torch.Tensor:
+        """Run T tokens of each of B sequences, at positions start … start + T, and append them to the cache.
 
-        token_ids, positions [B, T] int64; `cache` has B rows; `length` bounds all positions (exclusive).
-        Returns float32 logits [B, V] of each row's last token, or [B, T, V] unless `last_only`.
+        token_ids [B, T] int64; `cache` has B rows. Returns float32 logits [B, V] of each row's last token, or
+        [B, T, V] unless `last_only`.
         """
-        spec = self.spec
-        rotary = self._rotary.at(positions)
-        residual = F.embedding(token_ids, self.weights.embedding) * spec.embedding_multiplier
+        batch, count = token_ids.shape
+        end = start + count
+        positions = torch.arange(start, end, device=self.device).repeat(batch)
+        residual = self._layers(token_ids.flatten(), Tokens(positions, batch, start, end), cache)
+        if last_only:
+            return self._logits(residual[count - 1 :: count])
+        return self._logits(residual).unflatten(0, (batch, count))
+
+    @torch.inference_mode()
+    def decode(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache, length: int | None = None
+    ) -> torch.Tensor:
+        """Run one token of each of B sequences: token_ids, positions [B] int64 -> float32 logits [B, V].
+
+        Nothing here depends on the values of the tensors, so the step can be captured once and replayed. A position
+        outside the cache is not stored. `length` may bound all positions (exclusive) where the host knows them: a
+        reference then reads that much of the cache instead of all.
+        """
+        return self._logits(self._layers(token_ids, Tokens(positions, len(token_ids), None, length), cache))
+
+    def _layers(self, token_ids: torch.Tensor, tokens: Tokens, cache: KVCache) -> torch.Tensor:
+        """token_ids [B · T] -> residual [B · T, H] after the last layer."""
+        spec, ops, scratch = self.spec, self._ops, self._scratch
+        multiplier, epsilon = spec.residual_multiplier, spec.norm_epsilon
+        residual = F.embedding(token_ids, self.weights.embedding)
+        if spec.embedding_multiplier != 1.0:
+            residual = residual * spec.embedding_multiplier
         for layer_id, (layer, weights) in enumerate(zip(spec.layers, self.weights.layers, strict=True)):
-            x = reference.rms_norm(residual, weights.input_norm, spec.norm_epsilon)
-            out = attention_block(
+            delta = attention_block(
+                ops,
                 layer.attention,
                 weights.attention,
-                x,
-                rotary[layer.attention.rope],
-                positions,
-                cache,
-                layer_id,
-                length,
-                spec.norm_epsilon,
+                residual,
+                weights.input_norm,
+                epsilon,
+                self._inv_freq[layer.attention.rope],
+                tokens,
+                cache.keys[layer_id],
+                cache.values[layer_id],
             )
-            residual = residual + out * spec.residual_multiplier
-            x = reference.rms_norm(residual, weights.post_norm, spec.norm_epsilon)
-            residual = residual + self._feed_forward(layer, weights, x) * spec.residual_multiplier
-        if last_only:
-            residual = residual[:, -1]
-        x = reference.rms_norm(residual, self.weights.final_norm, spec.norm_epsilon)
-        return F.linear(x, self.weights.head).float() / spec.logits_divisor
+            if layer.moe is None or weights.moe is None:
+                assert weights.dense is not None
+                residual, x = ops.add_rms_norm(residual, delta, weights.post_norm, epsilon, multiplier)
+                residual = residual + glu_mlp(ops, weights.dense, x, scratch) * multiplier
+                continue
+            routed = route(
+                ops, layer.moe, weights.moe, residual, delta, weights.post_norm, epsilon, multiplier, scratch
+            )
+            if self.on_route is not None:
+                self.on_route(layer_id, routed.topk_ids)
+            residual = moe_block(ops, layer.moe, weights.moe, routed, multiplier, scratch)
+        return residual
 
-    def _feed_forward(self, layer: LayerSpec, weights: LayerWeights, x: torch.Tensor) -> torch.Tensor:
-        tokens = x.flatten(0, 1)
-        if layer.moe is not None and weights.moe is not None:
-            return moe_block(layer.moe, weights.moe, tokens).view_as(x)
-        assert weights.dense is not None
-        return reference.glu_mlp(tokens, weights.dense.gate_up, weights.dense.down).view_as(x)
+    def _logits(self, residual: torch.Tensor) -> torch.Tensor:
+        """residual [T, H] -> float32 logits [T, V]."""
+        head, norm, epsilon = self.weights.head, self.weights.final_norm, self.spec.norm_epsilon
+        if len(residual) <= MAX_STREAMED_TOKENS:
+            out = torch.empty(len(residual), len(head), dtype=torch.float32, device=self.device)
+            logits = self._ops.linear(residual.contiguous(), head, None, norm, epsilon, out=out)
+        else:
+            logits = self._ops.project(residual.contiguous(), head, None, norm, epsilon).float()
+        return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

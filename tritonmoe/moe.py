@@ -1,24 +1,40 @@
-"""The expert block of a layer: router, routed experts, shared expert."""
+"""The feed-forward block of a layer: router, routed experts and shared expert, or a dense MLP."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
-from tritonmoe.spec import MoeSpec
-from tritonmoe.weights import MoeWeights
+from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
+from tritonmoe.spec import MoeSpec, RouterSpec
+from tritonmoe.weights import GluWeights, MoeWeights
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.routing import NormRouterOutput, Routing
 
 
-def route(spec: MoeSpec, weights: MoeWeights, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, H] (normed) -> (topk_ids [T, K] int64, topk_weights [T, K] float32)."""
-    router = spec.router
-    return reference.route_topk(
-        reference.router_logits(x, weights.router, weights.router_bias),
-        spec.num_experts_per_tok,
+@dataclass(frozen=True)
+class Scratch:
+    """What launches of one stream share: arrival counters, at zero between launches, and slot ids of a single slot."""
+
+    counter: torch.Tensor  # [MAX_DECODE_TOKENS] int32
+    first_slot: torch.Tensor  # [MAX_DECODE_TOKENS, 1] int32, all 0
+
+    @classmethod
+    def allocate(cls, device: torch.device) -> Scratch:
+        return cls(
+            torch.zeros(MAX_DECODE_TOKENS, dtype=torch.int32, device=device),
+            torch.zeros(MAX_DECODE_TOKENS, 1, dtype=torch.int32, device=device),
+        )
+
+
+def routing_rule(top_k: int, router: RouterSpec) -> Routing:
+    """The part of a router's description that its kernel takes."""
+    return Routing(
+        top_k,
         router.score,
         router.renormalize,
-        weights.selection_bias,
         router.renorm_epsilon,
         router.renorm_minimum,
         router.scale,
@@ -27,13 +43,50 @@ def route(spec: MoeSpec, weights: MoeWeights, x: torch.Tensor) -> tuple[torch.Te
     )
 
 
-def moe_block(spec: MoeSpec, weights: MoeWeights, x: torch.Tensor) -> torch.Tensor:
-    """x [T, H] (normed) -> routed plus shared expert output [T, H]."""
-    topk_ids, topk_weights = route(spec, weights, x)
+def route(
+    ops: Operations,
+    spec: MoeSpec,
+    weights: MoeWeights,
+    residual: torch.Tensor,
+    delta: torch.Tensor,
+    post_norm: torch.Tensor,
+    epsilon: float,
+    multiplier: float,
+    scratch: Scratch,
+) -> NormRouterOutput:
+    """Add the attention's output to the residual [T, H], norm it, choose experts."""
+    rule = routing_rule(spec.num_experts_per_tok, spec.router)
+    if len(residual) <= MAX_DECODE_TOKENS:
+        return ops.norm_router(
+            residual,
+            delta,
+            post_norm,
+            weights.router,
+            rule,
+            scratch.counter,
+            epsilon,
+            multiplier,
+            weights.router_bias,
+            weights.selection_bias,
+        )
+    residual, x = ops.add_rms_norm(residual, delta, post_norm, epsilon, multiplier)
+    logits = reference.router_logits(x, weights.router, weights.router_bias)
+    return NormRouterOutput(residual, x, logits, *ops.route_topk(logits, rule, weights.selection_bias))
+
+
+def moe_block(
+    ops: Operations,
+    spec: MoeSpec,
+    weights: MoeWeights,
+    routed: NormRouterOutput,
+    multiplier: float,
+    scratch: Scratch,
+) -> torch.Tensor:
+    """Routed plus shared expert output, added to the residual: [T, H]."""
     experts = weights.experts
-    expert_out = reference.expert_mlp(
-        x,
-        topk_ids,
+    expert_out = ops.expert_gemm(
+        routed.x,
+        routed.topk_ids,
         experts.gate_up,
         experts.down,
         experts.gate_up_bias,
@@ -42,10 +95,16 @@ def moe_block(spec: MoeSpec, weights: MoeWeights, x: torch.Tensor) -> torch.Tens
         spec.swiglu_limit,
         spec.swiglu_alpha,
     )
-    out = reference.combine(expert_out, topk_weights)
-    if weights.shared is None:
-        return out
-    shared = reference.glu_mlp(x, weights.shared.gate_up, weights.shared.down)
-    if weights.shared_gate is not None:
-        shared = shared * F.linear(x, weights.shared_gate).sigmoid()
-    return out + shared
+    shared = None
+    if weights.shared is not None:
+        shared = glu_mlp(ops, weights.shared, routed.x, scratch)
+        if weights.shared_gate is not None:
+            shared = shared * F.linear(routed.x, weights.shared_gate).sigmoid()
+    return ops.combine(expert_out, routed.topk_weights, shared, routed.residual, multiplier)
+
+
+def glu_mlp(ops: Operations, weights: GluWeights, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
+    """Dense SiLU-GLU: x [T, H] (normed) -> [T, H]. Few tokens stream it as an expert that every token chose."""
+    if len(x) > MAX_DECODE_TOKENS:
+        return reference.glu_mlp(x, weights.gate_up, weights.down)
+    return ops.expert_gemm(x, scratch.first_slot[: len(x)], weights.gate_up[None], weights.down[None]).squeeze(1)

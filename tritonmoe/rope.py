@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles per position, for each kind in the spec."""
+"""Rotary position embedding: the frequencies of each kind in the spec."""
 
 from __future__ import annotations
 
@@ -33,19 +33,3 @@ def _yarn_ramp(spec: RopeSpec, yarn: YarnSpec) -> torch.Tensor:
     low, high = max(low, 0), min(high, spec.dim - 1)
     width = high - low if high != low else 0.001
     return ((torch.arange(spec.dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-
-
-class RotaryTable:
-    """cos and sin for the distinct RoPE specs of a model."""
-
-    def __init__(self, specs: set[RopeSpec], device: torch.device) -> None:
-        self._frequencies = {spec: inverse_frequencies(spec).to(device) for spec in specs}
-
-    def at(self, positions: torch.Tensor) -> dict[RopeSpec, tuple[torch.Tensor, torch.Tensor]]:
-        """positions [B, T] int64 -> {spec: (cos, sin)}, each float32 [B, T, dim / 2]."""
-        table = {}
-        for spec, frequencies in self._frequencies.items():
-            angles = positions[..., None].float() * frequencies
-            magnitude = 1.0 if spec.yarn is None else spec.yarn.attention_factor
-            table[spec] = (angles.cos() * magnitude, angles.sin() * magnitude)
-        return table

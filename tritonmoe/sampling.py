@@ -19,6 +19,7 @@ MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the distribution is t
 PHILOX_KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 PHILOX_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 WORD = 0xFFFFFFFF
+NOT_FINITE = "the model computed logits that are not finite; check its weights, or use --dtype float32"
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def uniform(seed: int, position: int) -> float:
 def sample(logits: torch.Tensor, params: SamplingParams, history: list[int], position: int) -> int:
     """The token to put at `position`: logits [V] float32 of the position before; history: all tokens so far."""
     if not logits.isfinite().all():
-        raise InputError("the model computed logits that are not finite; check its weights, or use --dtype float32")
+        raise InputError(NOT_FINITE)
     if params.repetition_penalty != 1.0:
         logits = _penalize(logits, history, params.repetition_penalty)
     if params.temperature < MIN_TEMPERATURE:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import torch
 
+from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.kv_cache import KVCache, attention_bytes, kv_bytes_per_token
 from tritonmoe.memory import require_memory
+from tritonmoe.model import Decoder
 from tritonmoe.spec import ModelSpec
 
-# Fixed, and independent of memory: the shape of a prefill step decides how its sums round.
-PREFILL_CHUNK = 512
+
+def prefill_chunk(device: torch.device) -> int:
+    """Tokens of a prefill step. Fixed, whatever the memory, because the shape of a step decides how its sums round.
+
+    Every chunk reads all experts: on a GPU 4,096 tokens take 2.4 times as long as 512 (docs/measurements/kernels.json).
+    """
+    return 4096 if device.type == "cuda" else 512
 
 
 class Session:
     """One sequence whose cache grows as needed, up to `max_length`, and survives from call to call."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_length: int) -> None:
-        self._spec, self._device, self._dtype = spec, device, dtype
+    def __init__(self, decoder: Decoder, vocab_size: int, max_length: int) -> None:
+        self._decoder = decoder
+        self._vocab_size = vocab_size
         self._max_length = max_length
-        self._cache: KVCache | None = None
+        self._runner: DecodeRunner | None = None
         self.token_ids: list[int] = []  # whose keys and values the cache holds
 
     def reuse(self, prompt_ids: list[int]) -> int:
@@ -30,24 +38,39 @@ class Session:
             common += 1
         return common
 
-    def cache(self, length: int) -> KVCache:
-        """A cache of at least `length` positions that still holds what was in the last one."""
-        old = self._cache
-        if old is not None and old.max_length >= length:
-            return old
+    def runner(self, length: int) -> DecodeRunner:
+        """A runner whose cache has at least `length` positions and still holds what was in the last one."""
+        old = None if self._runner is None else self._runner.cache
+        if self._runner is not None and old is not None and old.max_length >= length:
+            return self._runner
         # Exactly what a single prompt needs; a conversation grows by doubling.
         capacity = length if old is None else max(length, min(2 * old.max_length, self._max_length))
-        grown = allocate_cache(self._spec, 1, capacity, self._device, self._dtype)
+        grown = allocate_cache(self._decoder, 1, capacity)
         if old is not None:
             for new, past in zip(grown.keys + grown.values, old.keys + old.values, strict=True):
                 new[:, :, : old.max_length] = past
-        self._cache = grown  # last, so that an interrupt leaves the old one with `token_ids` still true of it
-        return grown
+        # Last, so that an interrupt leaves the old one with `token_ids` still true of it.
+        self._runner = DecodeRunner(self._decoder, grown, self._vocab_size)
+        return self._runner
 
 
-def allocate_cache(spec: ModelSpec, batch: int, length: int, device: torch.device, dtype: torch.dtype) -> KVCache:
+def allocate_cache(decoder: Decoder, batch: int, length: int) -> KVCache:
     """A KV cache, after a check that it fits; InputError says what it needs and which option makes it smaller."""
-    needed = batch * length * kv_bytes_per_token(spec, dtype) + attention_bytes(spec, PREFILL_CHUNK, length)
+    spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
+    needed = batch * length * kv_bytes_per_token(spec, dtype) + _step_bytes(spec, device, dtype, length)
     what = f"the KV cache of {batch} x {length} tokens and attention over it"
     require_memory(needed, device, what, "a smaller --max-context or --max-new-tokens")
     return KVCache.allocate(spec, batch, length, device, dtype)
+
+
+def _step_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, length: int) -> int:
+    """The largest tensors of a prefill step: all scores of the reference's attention, or a GPU's expert outputs."""
+    tokens = min(prefill_chunk(device), length)
+    if device.type != "cuda":
+        return attention_bytes(spec, tokens, length)
+    widest = max(
+        layer.moe.num_experts_per_tok * (spec.hidden_size + layer.moe.intermediate_size)
+        for layer in spec.layers
+        if layer.moe is not None
+    )
+    return tokens * (widest + 8 * spec.hidden_size) * dtype.itemsize

@@ -4,7 +4,7 @@ Decode is memory bound: 2·kv_heads·D values per cached position (4 heads of 12
 4.3 TB/s). All query heads of a kv head share a program, padded to the 16 rows of a matrix instruction, so each entry is
 read once. The positions are cut into blocks of BLOCK_L; split s of NUM_SPLITS takes blocks s, s + NUM_SPLITS, … and
 leaves its softmax partials (maximum, sum, accumulator), which a second launch merges in the order of the splits. The
-number of splits depends on shapes and the cache's capacity only, lengths are read from device memory, so one captured
+number of splits depends on batch and heads only, lengths are read from device memory, so one captured
 graph serves every position; dealing blocks out in turn keeps the splits even at every length, and the order of
 additions the same.
 
@@ -18,79 +18,39 @@ lies beyond the lengths does not matter, even NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import FLOATS
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.launch_table import launch_config
 
 MAX_HEAD_DIM = 256
-DECODE_PROGRAMS = 256  # wanted by the choice of splits: about two per SM of the largest GPUs
 MAX_SPLITS = 64
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in powers of two: exp(x) = exp2(x · log2 e)
 
 
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """`block_l` entries a step."""
+def decode_splits(batch: int, kv_heads: int, window: int | None, launch: dict[str, int]) -> int:
+    """Splits per kv head, a power of two: enough programs to fill the GPU, no more than blocks of a window.
 
-    block_l: int
-    num_warps: int
-    num_stages: int
-
-
-@dataclass(frozen=True)
-class PrefillLaunch:
-    """`block_m` queries a program, `block_l` entries a step."""
-
-    block_m: int
-    block_l: int
-    num_warps: int
-    num_stages: int
-
-
-# By (bytes of a value, head size up to 128).
-DECODE = {
-    (2, True): DecodeLaunch(64, 4, 3),
-    (2, False): DecodeLaunch(32, 4, 3),
-    (4, True): DecodeLaunch(16, 4, 1),
-    (4, False): DecodeLaunch(16, 4, 1),
-}
-# The same, then by most queries of a sequence. Two stages of 16-bit tiles of 128 fit 100 KB of shared memory. Float32
-# products run outside the tensor cores, where larger tiles spill.
-PREFILL = {
-    (2, True): ((64, PrefillLaunch(64, 64, 4, 2)), (None, PrefillLaunch(128, 64, 8, 2))),
-    (2, False): ((None, PrefillLaunch(64, 32, 4, 2)),),
-    (4, True): ((None, PrefillLaunch(16, 16, 4, 1)),),
-    (4, False): ((None, PrefillLaunch(16, 16, 4, 1)),),
-}
-
-
-def decode_launch(dtype: torch.dtype, head_dim: int) -> DecodeLaunch:
-    return DECODE[dtype.itemsize, head_dim <= 128]
-
-
-def prefill_launch(tokens: int, dtype: torch.dtype, head_dim: int) -> PrefillLaunch:
-    table = PREFILL[dtype.itemsize, head_dim <= 128]
-    return next(launch for most, launch in table if most is None or tokens <= most)
-
-
-def decode_splits(batch: int, kv_heads: int, capacity: int, window: int | None, block_l: int) -> int:
-    """Splits per kv head, a power of two: enough programs to fill the GPU, no more than blocks that may be visible."""
-    entries = capacity if window is None else min(capacity, window + block_l)
-    blocks = triton.next_power_of_2(triton.cdiv(entries, block_l))
-    wanted = triton.next_power_of_2(triton.cdiv(DECODE_PROGRAMS, max(1, batch * kv_heads)))
-    return min(MAX_SPLITS, blocks, wanted)
+    The cache's capacity does not matter, so that a sequence gives the same bits in a larger one.
+    """
+    wanted = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(launch["programs"], max(1, batch * kv_heads))))
+    if window is None:
+        return wanted
+    return min(wanted, triton.next_power_of_2(triton.cdiv(window, launch["block_l"]) + 1))
 
 
 def decode_workspace_size(q: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> int:
     """float32 values that `attention_decode` needs as workspace for these shapes."""
     batch, heads, head_dim = q.shape
-    block_l = decode_launch(q.dtype, head_dim).block_l
-    return batch * heads * decode_splits(batch, keys.shape[1], keys.shape[2], window, block_l) * (head_dim + 2)
+    launch = launch_config("attention_decode", q.dtype, (_block_d(head_dim),), batch, q.device)
+    return batch * heads * decode_splits(batch, keys.shape[1], window, launch) * (head_dim + 2)
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, triton.next_power_of_2(head_dim))
 
 
 @triton.jit
@@ -140,7 +100,10 @@ def _attention_decode_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -188,7 +151,10 @@ def _merge_splits_kernel(
     HEAD_DIM: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
     dims = tl.arange(0, BLOCK_D)
@@ -318,11 +284,11 @@ def attention_decode(
     _check(op, "workspace", workspace, workspace.shape, q, torch.float32)
     if batch == 0:
         return out
-    launch = decode_launch(q.dtype, head_dim)
-    num_splits = decode_splits(batch, kv_heads, capacity, window, launch.block_l)
+    block_d = _block_d(head_dim)
+    launch = launch_config("attention_decode", q.dtype, (block_d,), batch, q.device)
+    num_splits = decode_splits(batch, kv_heads, window, launch)
     acc = workspace.view(-1)[: batch * heads * num_splits * head_dim]
     stats = workspace.view(-1)[acc.numel() : size]
-    block_d = max(16, triton.next_power_of_2(head_dim))
     _attention_decode_kernel[(num_splits, kv_heads, batch)](
         acc,
         stats,
@@ -340,10 +306,11 @@ def attention_decode(
         WINDOW=window,
         NUM_SPLITS=num_splits,
         BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
-        BLOCK_L=launch.block_l,
+        BLOCK_L=launch["block_l"],
         BLOCK_D=block_d,
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
+        **launch_options(q.device),
     )
     _merge_splits_kernel[(batch * heads,)](
         out,
@@ -355,24 +322,9 @@ def attention_decode(
         NUM_SPLITS=num_splits,
         BLOCK_D=block_d,
         num_warps=4,
+        **launch_options(q.device),
     )
     return out
-
-
-def attention_decode_ref(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`attention_decode` in float32 torch, rounded once; `workspace` is not used."""
-    result = attention_prefill_ref(q[:, None], keys, values, lengths.long()[:, None] - 1, scale, window, sinks)
-    return result[:, 0] if out is None else out.copy_(result[:, 0])
 
 
 def attention_prefill(
@@ -399,8 +351,8 @@ def attention_prefill(
     _check(op, "out", out, (batch, tokens, heads * head_dim), q, q.dtype)
     if batch == 0 or tokens == 0:
         return out
-    launch = prefill_launch(tokens, q.dtype, head_dim)
-    _attention_prefill_kernel[(heads, triton.cdiv(tokens, launch.block_m), batch)](
+    launch = launch_config("attention_prefill", q.dtype, (_block_d(head_dim),), tokens, q.device)
+    _attention_prefill_kernel[(heads, triton.cdiv(tokens, launch["block_m"]), batch)](
         out,
         q,
         keys,
@@ -417,31 +369,13 @@ def attention_prefill(
         GROUP=heads // keys.shape[1],
         HEAD_DIM=head_dim,
         WINDOW=window,
-        BLOCK_M=launch.block_m,
-        BLOCK_L=launch.block_l,
-        BLOCK_D=max(16, triton.next_power_of_2(head_dim)),
-        num_warps=launch.num_warps,
-        num_stages=launch.num_stages,
+        BLOCK_M=launch["block_m"],
+        BLOCK_L=launch["block_l"],
+        BLOCK_D=_block_d(head_dim),
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
     )
     return out
-
-
-def attention_prefill_ref(
-    q: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    positions: torch.Tensor,
-    scale: float,
-    window: int | None = None,
-    sinks: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`attention_prefill` in float32 torch, rounded once; entries that nobody sees may hold anything."""
-    seen = torch.arange(keys.shape[2], device=q.device) <= positions.amax(dim=1, keepdim=True)  # [B, L]
-    keys, values = (part.float().masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
-    result = reference.attention(q.float(), keys, values, positions, scale, window, sinks)
-    result = result.masked_fill(positions[..., None] < 0, 0.0).to(q.dtype)
-    return result if out is None else out.copy_(result)
 
 
 def _check_inputs(op, q, keys, values, rank, window, sinks) -> None:

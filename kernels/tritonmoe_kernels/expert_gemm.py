@@ -6,11 +6,10 @@ tokens, shapes and dtype only, and every sum has a fixed order, so a row comes o
 slots and whichever other experts are present.
 
 Decode form (T <= 16): memory bound. An expert is 3·H·I weights (9.4 MB at H 2048, I 768 in bf16), so one token with
-K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program is one warp with one (token, expert) pair and a few
-weight rows, so that lanes exchange nothing before the end: the warp reads 512 contiguous bytes of each row at a time,
-16 per lane, keeps a float32 sum per row and column of the step, and adds across lanes once. Warps being independent, an
-SM holds about 28 of them, each with several loads in flight. Pairs run fastest over the grid: tokens that share an
-expert read the same rows at about the same time, once from memory and then from L2, but each pair does read them.
+K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program has one (token, expert) pair and a few weight rows, all
+of which it asks for at once, down's before gate_up has ended (dependent_launch.py); it keeps a float32 sum per row and
+column and adds across threads once. Pairs run fastest over the grid: tokens that share an expert read the same rows at
+about the same time, once from memory and then from L2, but each pair does read them.
 
 Prefill form: pairs are sorted by slot into blocks of BLOCK_M rows of one expert, padded (`sort_tokens`); two launches
 of tensor-core tiles, 6·H·I FLOPs a pair (309 GFLOP for 4,096 tokens at the shape above, 0.4 ms at 0.8 PFLOP/s). Gate
@@ -20,67 +19,17 @@ over the grid: rows of a block are read from memory once, weights once for the f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import FLOATS
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.sort_tokens import sort_tokens
 
 DECODE_MAX_TOKENS = 16
 KINDS = ("silu", "swiglu_clamped")
-ROW_READ_BYTES = 512  # of a weight row by one warp: 32 lanes of 16 bytes
-
-
-@dataclass(frozen=True)
-class DecodeLaunch:
-    """`block_n` weight rows per program (of gate, and as many of up); about `unroll` steps of them in flight."""
-
-    block_n: int
-    unroll: int
-
-
-@dataclass(frozen=True)
-class PrefillLaunch:
-    """Tile of a product: `block_m` pairs, `block_n` weight rows (of gate, and as many of up), `block_k` columns."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-DECODE_GATE_UP = DecodeLaunch(block_n=2, unroll=2)  # unrolled 4 times, some compilers spill
-DECODE_DOWN = DecodeLaunch(block_n=4, unroll=4)
-
-# Rows of (most tokens, gate_up, down); both launches share block_m, the padding of `sort_tokens`.
-PREFILL_16BIT = (
-    (512, PrefillLaunch(32, 64, 64, 4, 4), PrefillLaunch(32, 128, 64, 4, 4)),
-    (2048, PrefillLaunch(64, 64, 64, 4, 4), PrefillLaunch(64, 128, 64, 4, 4)),
-    (None, PrefillLaunch(128, 128, 64, 8, 3), PrefillLaunch(128, 128, 64, 8, 4)),
-)
-PREFILL_32BIT = ((None, PrefillLaunch(32, 32, 32, 4, 2), PrefillLaunch(32, 32, 32, 4, 2)),)
-
-
-def unroll_steps(columns: int, block_k: int, most: int) -> int:
-    """How far to unroll a row's steps: up to `most`, without a remainder where more than half of that allows it."""
-    steps = triton.cdiv(columns, block_k)
-    return min(steps, next((unroll for unroll in range(most, most // 2, -1) if steps % unroll == 0), most))
-
-
-def prefill_launches(tokens: int, dtype: torch.dtype) -> tuple[PrefillLaunch, PrefillLaunch]:
-    """Tiles of gate_up and of down for a step of `tokens`."""
-    table = PREFILL_32BIT if dtype == torch.float32 else PREFILL_16BIT
-    return next((gate_up, down) for most, gate_up, down in table if most is None or tokens <= most)
-
-
-def num_stages(launch: PrefillLaunch) -> int:
-    """AMD's 64 KB of shared memory hold two stages; the table's fit NVIDIA's 100 KB and more."""
-    return 2 if torch.version.hip else launch.num_stages
 
 
 @triton.jit
@@ -126,8 +75,10 @@ def _gate_up_decode_kernel(
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     pair = tl.program_id(0)
     slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
     if slot < 0:
@@ -137,11 +88,10 @@ def _gate_up_decode_kernel(
     up_rows = gate_rows + INTERMEDIATE
     matrix_ptr = gate_up_ptr + slot * stride_ws
     row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
-    lanes = tl.arange(0, BLOCK_K)
     gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in tl.range(0, HIDDEN, BLOCK_K, loop_unroll_factor=UNROLL):
-        columns = start + lanes
+    for start in tl.static_range(0, HIDDEN, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
         gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K)
         up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K)
         x = _load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K).to(tl.float32)[None, :]
@@ -170,21 +120,26 @@ def _down_decode_kernel(
     INTERMEDIATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    UNROLL: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     pair = tl.program_id(0)
-    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # gate_up read it too, so it was written before the last launch
     if slot < 0:
+        await_inputs(PDL)
+        release_dependents(PDL)
         return
     units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(units, HIDDEN - 1)
     matrix_ptr = down_ptr + slot * stride_ws
     row_ptr = hidden_ptr + pair * INTERMEDIATE
-    lanes = tl.arange(0, BLOCK_K)
+    tile = _weight_tile(matrix_ptr, rows, tl.arange(0, BLOCK_K), INTERMEDIATE, BLOCK_K)
+    await_inputs(PDL)
+    release_dependents(PDL)
     sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in tl.range(0, INTERMEDIATE, BLOCK_K, loop_unroll_factor=UNROLL):
-        columns = start + lanes
-        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
+    for start in tl.static_range(0, INTERMEDIATE, BLOCK_K):
+        columns = start + tl.arange(0, BLOCK_K)
+        if start > 0:
+            tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
         hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K).to(tl.float32)[None, :]
         sums += tile.to(tl.float32) * hidden
     out = tl.sum(sums, axis=1)
@@ -298,7 +253,10 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     mask = columns < HIDDEN
@@ -313,44 +271,6 @@ def _combine_kernel(
     if residual_ptr is not None:
         total += tl.load(residual_ptr + token * HIDDEN + columns, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * HIDDEN + columns, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-class SortedPairs(NamedTuple):
-    """Pairs `t · K + k` grouped by slot, each slot's padded to whole blocks of `block_m`.
-
-    Slots (2, 0, 2, -1, 2) with block_m = 2 become pairs (1, P, 0, 2, 4, P, …), P = 5 being padding, and
-    block_slots (0, 2, 2, -1, …): a pair whose expert is absent is in no block, and unused blocks have slot -1.
-    """
-
-    pairs: torch.Tensor  # [blocks · block_m] int32
-    block_slots: torch.Tensor  # [blocks] int32
-    block_m: int
-
-
-def sort_tokens(slot_ids: torch.Tensor, num_slots: int, block_m: int, num_experts: int | None = None) -> SortedPairs:
-    """slot_ids [T, K] -> pairs sorted by slot, without waiting for the device.
-
-    `num_experts` bounds the distinct slots in `slot_ids` where that is known (a layer's experts in a pool shared by
-    all layers): the number of blocks is the most that bound allows, whatever the slots.
-    """
-    device, num_pairs = slot_ids.device, slot_ids.numel()
-    distinct = min(num_pairs, num_slots, num_slots if num_experts is None else num_experts)
-    num_blocks = (num_pairs + distinct * (block_m - 1)) // block_m
-    spare = num_blocks * block_m  # where pairs of absent experts go
-    slots = slot_ids.reshape(-1).long()
-    sorted_slots, order = torch.where(slots < 0, num_slots, slots).sort(stable=True)
-    edges = torch.searchsorted(sorted_slots, torch.arange(num_slots + 1, device=device))
-    padded = (edges.diff() + block_m - 1) // block_m * block_m
-    ends = padded.cumsum(0)
-    is_present = sorted_slots < num_slots
-    shift = (ends - padded - edges[:-1])[sorted_slots.clamp(max=num_slots - 1)]  # by the padding of earlier slots
-    places = torch.where(is_present, torch.arange(num_pairs, device=device) + shift, spare)
-    places += is_present & (places >= spare)  # if `num_experts` is too low: out of bounds, an error and not a lost pair
-    pairs = torch.full((spare + 1,), num_pairs, dtype=torch.int32, device=device)
-    pairs.scatter_(0, places, order.int())
-    block_slots = torch.searchsorted(ends, torch.arange(num_blocks, device=device) * block_m, right=True)
-    block_slots = torch.where(block_slots < num_slots, block_slots, -1).int()
-    return SortedPairs(pairs[:-1], block_slots, block_m)
 
 
 def expert_gemm(
@@ -388,36 +308,10 @@ def expert_gemm(
     if form == "decode":
         _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
     else:
-        launches = prefill_launches(tokens, x.dtype)
-        blocks = sort_tokens(slot_ids, gate_up.shape[0], launches[0].block_m, num_experts)
-        _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
+        launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device)
+        blocks = sort_tokens(slot_ids, gate_up.shape[0], launch["block_m"], num_experts)
+        _prefill(x, blocks, launch, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
     return out
-
-
-def expert_gemm_ref(
-    x: torch.Tensor,
-    slot_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    gate_up_bias: torch.Tensor | None = None,
-    down_bias: torch.Tensor | None = None,
-    kind: str = "silu",
-    limit: float = 0.0,
-    alpha: float = 0.0,
-    out: torch.Tensor | None = None,
-    hidden: torch.Tensor | None = None,
-    num_experts: int | None = None,
-    form: str | None = None,
-) -> torch.Tensor:
-    """`expert_gemm` in float32 torch, rounded once; `hidden`, `num_experts` and `form` change nothing."""
-    gate_up_bias = None if gate_up_bias is None else gate_up_bias.float()
-    down_bias = None if down_bias is None else down_bias.float()
-    result = reference.expert_mlp(
-        x.float(), slot_ids, gate_up.float(), down.float(), gate_up_bias, down_bias, kind, limit, alpha
-    ).to(x.dtype)
-    if out is None:
-        return result
-    return out.copy_(torch.where((slot_ids >= 0)[..., None], result, out))
 
 
 def combine(
@@ -457,35 +351,16 @@ def combine(
         HIDDEN=hidden_size,
         BLOCK_H=block_h,
         num_warps=num_warps,
+        **launch_options(expert_out.device),
     )
     return out
-
-
-def combine_ref(
-    expert_out: torch.Tensor,
-    topk_weights: torch.Tensor,
-    shared: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    multiplier: float = 1.0,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """`combine` in float32 torch, rounded once."""
-    total = reference.combine(expert_out.float(), topk_weights)
-    if shared is not None:
-        total = total + shared.float()
-    total = total * multiplier
-    if residual is not None:
-        total = total + residual.float()
-    result = total.to(expert_out.dtype)
-    return result if out is None else out.copy_(result)
 
 
 def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
     pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
     _, hidden_size, intermediate = down.shape
-    block_k = ROW_READ_BYTES // x.element_size()
-    launch = DECODE_GATE_UP
-    _gate_up_decode_kernel[(pairs, triton.cdiv(intermediate, launch.block_n))](
+    launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), x.shape[0], x.device)
+    _gate_up_decode_kernel[(pairs, triton.cdiv(intermediate, launch["block_n"]))](
         hidden,
         x,
         slot_ids,
@@ -499,14 +374,13 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         KIND=kind,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=block_k,
-        UNROLL=unroll_steps(hidden_size, block_k, launch.unroll),
-        num_warps=1,
-        num_stages=1,
+        BLOCK_N=launch["block_n"],
+        BLOCK_K=min(launch["block_k"], triton.next_power_of_2(hidden_size)),
+        num_warps=launch["num_warps"],
+        **launch_options(x.device),
     )
-    launch = DECODE_DOWN
-    _down_decode_kernel[(pairs, triton.cdiv(hidden_size, launch.block_n))](
+    launch = launch_config("expert_down_decode", x.dtype, (hidden_size, intermediate), x.shape[0], x.device)
+    _down_decode_kernel[(pairs, triton.cdiv(hidden_size, launch["block_n"]))](
         out,
         hidden,
         slot_ids,
@@ -516,20 +390,19 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         0 if down_bias is None else down_bias.stride(0),
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=block_k,
-        UNROLL=unroll_steps(intermediate, block_k, launch.unroll),
-        num_warps=1,
-        num_stages=1,
+        BLOCK_N=launch["block_n"],
+        BLOCK_K=min(launch["block_k"], triton.next_power_of_2(intermediate)),
+        num_warps=launch["num_warps"],
+        **launch_options(x.device),
     )
 
 
-def _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
+def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
     num_blocks = len(blocks.block_slots)
     num_pairs, top_k = out.shape[0] * out.shape[1], out.shape[1]
     _, hidden_size, intermediate = down.shape
-    launch = launches[0]
-    _gate_up_prefill_kernel[(num_blocks * triton.cdiv(intermediate, launch.block_n),)](
+    launch = table["gate_up"]
+    _gate_up_prefill_kernel[(num_blocks * triton.cdiv(intermediate, launch["block_n"]),)](
         hidden,
         x,
         blocks.pairs,
@@ -545,14 +418,14 @@ def _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, 
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         KIND=kind,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
-        num_warps=launch.num_warps,
-        num_stages=num_stages(launch),
+        BLOCK_M=table["block_m"],
+        BLOCK_N=launch["block_n"],
+        BLOCK_K=launch["block_k"],
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
     )
-    launch = launches[1]
-    _down_prefill_kernel[(num_blocks * triton.cdiv(hidden_size, launch.block_n),)](
+    launch = table["down"]
+    _down_prefill_kernel[(num_blocks * triton.cdiv(hidden_size, launch["block_n"]),)](
         out,
         hidden,
         blocks.pairs,
@@ -564,11 +437,11 @@ def _prefill(x, blocks, launches, gate_up, down, gate_up_bias, down_bias, kind, 
         0 if down_bias is None else down_bias.stride(0),
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
-        BLOCK_M=launch.block_m,
-        BLOCK_N=launch.block_n,
-        BLOCK_K=launch.block_k,
-        num_warps=launch.num_warps,
-        num_stages=num_stages(launch),
+        BLOCK_M=table["block_m"],
+        BLOCK_N=launch["block_n"],
+        BLOCK_K=launch["block_k"],
+        num_warps=launch["num_warps"],
+        num_stages=launch["num_stages"],
     )
 
 

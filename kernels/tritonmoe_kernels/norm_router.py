@@ -16,53 +16,16 @@ may contract to one fused multiply-add; 16-bit types round the product first, as
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import FLOATS, check_tensor
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.routing import NormRouterOutput, Routing
 
 MAX_DECODE_TOKENS = 16
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
-
-
-@dataclass(frozen=True)
-class Routing:
-    """From router logits to `topk_ids` and `topk_weights`; the formulas are `reference.route_topk`'s."""
-
-    top_k: int
-    score: Literal["softmax", "sigmoid", "topk_softmax"]
-    renormalize: bool = False
-    renorm_epsilon: float = 0.0
-    renorm_minimum: float = 0.0
-    scale: float = 1.0
-    num_groups: int = 1
-    topk_groups: int = 1
-
-
-class NormRouterOutput(NamedTuple):
-    """Everything that `norm_router` writes."""
-
-    residual: torch.Tensor  # [T, H]
-    x: torch.Tensor  # [T, H]
-    logits: torch.Tensor  # [T, E] float32
-    topk_ids: torch.Tensor  # [T, K] int32
-    topk_weights: torch.Tensor  # [T, K] float32
-
-    @classmethod
-    def allocate(cls, residual: torch.Tensor, num_experts: int, top_k: int) -> NormRouterOutput:
-        tokens = len(residual)
-        return cls(
-            torch.empty_like(residual),
-            torch.empty_like(residual),
-            residual.new_empty(tokens, num_experts, dtype=torch.float32),
-            residual.new_empty(tokens, top_k, dtype=torch.int32),
-            residual.new_empty(tokens, top_k, dtype=torch.float32),
-        )
 
 
 @triton.jit
@@ -266,6 +229,7 @@ def _norm_router_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BY_COUNTING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     block = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
@@ -273,6 +237,8 @@ def _norm_router_kernel(
     h = tl.arange(0, BLOCK_H)
     mask = h < H
     router = load_router(router_ptr, experts, h, mask, H, E)
+    await_inputs(PDL)
+    release_dependents(PDL)
     residual = load_residual(residual_ptr, delta_ptr, token * H + h, mask, residual_multiplier)
     if block == 0:  # stored before the norm: sm_80 would spill if it were kept until after
         tl.store(residual_out_ptr + token * H + h, residual, mask=mask)
@@ -371,29 +337,9 @@ def norm_router(
         BLOCK_S=block_s,
         BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,
         num_warps=num_warps,
+        **launch_options(router.device),
     )
     return out
-
-
-def norm_router_ref(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    router: torch.Tensor,
-    routing: Routing,
-    counter: torch.Tensor,
-    epsilon: float,
-    residual_multiplier: float = 1.0,
-    router_bias: torch.Tensor | None = None,
-    selection_bias: torch.Tensor | None = None,
-    weight_plus_one: bool = False,
-    out: NormRouterOutput | None = None,
-) -> NormRouterOutput:
-    """What `norm_router` computes, through the references; `counter` and `out` are not used."""
-    residual, x = add_rms_norm_ref(residual, delta, norm_weight, epsilon, residual_multiplier, weight_plus_one)
-    logits = reference.router_logits(x, router, router_bias)
-    topk_ids, topk_weights = route_topk_ref(logits, routing, selection_bias)
-    return NormRouterOutput(residual, x, logits, topk_ids, topk_weights)
 
 
 @triton.jit
@@ -408,7 +354,10 @@ def _add_rms_norm_kernel(
     H: tl.constexpr,
     WEIGHT_PLUS_ONE: tl.constexpr,
     BLOCK_H: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     offset = tl.program_id(0).to(tl.int64) * H
     h = tl.arange(0, BLOCK_H)
     mask = h < H
@@ -460,25 +409,9 @@ def add_rms_norm(
             WEIGHT_PLUS_ONE=weight_plus_one,
             BLOCK_H=block_h,
             num_warps=min(8, max(1, block_h // 512)),
+            **launch_options(residual.device),
         )
     return residual_out, x
-
-
-def add_rms_norm_ref(
-    residual: torch.Tensor,
-    delta: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    epsilon: float,
-    residual_multiplier: float = 1.0,
-    weight_plus_one: bool = False,
-    residual_out: torch.Tensor | None = None,
-    x: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `add_rms_norm` computes, in plain torch; the output buffers are not used."""
-    if delta is not None:
-        residual = residual + delta * residual_multiplier
-    weight = norm_weight.float() + 1.0 if weight_plus_one else norm_weight
-    return residual, reference.rms_norm(residual, weight, epsilon)
 
 
 @triton.jit
@@ -553,29 +486,6 @@ def route_topk(
             num_warps=1,
         )
     return topk_ids, topk_weights
-
-
-def route_topk_ref(
-    logits: torch.Tensor,
-    routing: Routing,
-    selection_bias: torch.Tensor | None = None,
-    topk_ids: torch.Tensor | None = None,
-    topk_weights: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `route_topk` computes, through the reference; the output buffers are not used."""
-    ids, weights = reference.route_topk(
-        logits,
-        routing.top_k,
-        routing.score,
-        routing.renormalize,
-        selection_bias,
-        routing.renorm_epsilon,
-        routing.renorm_minimum,
-        routing.scale,
-        routing.num_groups,
-        routing.topk_groups,
-    )
-    return ids.int(), weights
 
 
 def decode_tiles(

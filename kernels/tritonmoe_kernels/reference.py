@@ -139,8 +139,8 @@ def expert_mlp(
 ) -> torch.Tensor:
     """Run each token through the experts in its slots.
 
-    x [T, H]; slot_ids [T, K] int64, -1 where the expert is absent; gate_up [S, 2I, H] (gate rows, then up rows);
-    down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent.
+    x [T, H]; slot_ids [T, K] integers, -1 where the expert is absent; gate_up [S, 2I, H] (gate rows, then up rows);
+    down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent. Computes in x's dtype.
     """
     tokens, top_k = slot_ids.shape
     out = x.new_zeros(tokens * top_k, x.shape[1])
@@ -153,10 +153,14 @@ def expert_mlp(
         start += count
         if slot < 0:
             continue
-        hidden = F.linear(x[rows // top_k], gate_up[slot], None if gate_up_bias is None else gate_up_bias[slot])
+        hidden = _expert_linear(x[rows // top_k], gate_up, gate_up_bias, slot)
         hidden = activation(hidden, kind, limit, alpha)
-        out[rows] = F.linear(hidden, down[slot], None if down_bias is None else down_bias[slot])
+        out[rows] = _expert_linear(hidden, down, down_bias, slot)
     return out.view(tokens, top_k, -1)
+
+
+def _expert_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int) -> torch.Tensor:
+    return F.linear(x, weight[slot].to(x.dtype), None if bias is None else bias[slot].to(x.dtype))
 
 
 def combine(expert_out: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:

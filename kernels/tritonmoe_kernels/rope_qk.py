@@ -16,16 +16,12 @@ contracts to a fused multiply-add on a GPU, and sums have another order.
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import FLOATS, check_tensor
-
-QKNorm = Literal["none", "head", "full", "head_after_rope"]
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 
 
 @triton.jit
@@ -141,7 +137,10 @@ def _rope_qk_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     BLOCK_KV: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    await_inputs(PDL)
+    release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     position = tl.load(positions_ptr + token)
@@ -209,7 +208,7 @@ def rope_qk(
     num_heads: int,
     interleaved: bool = False,
     magnitude: float = 1.0,
-    qk_norm: QKNorm = "none",
+    qk_norm: str = "none",
     q_norm: torch.Tensor | None = None,
     k_norm: torch.Tensor | None = None,
     epsilon: float = 1e-6,
@@ -263,47 +262,8 @@ def rope_qk(
         BLOCK_Q=block_q,
         BLOCK_KV=triton.next_power_of_2(kv_heads * size),
         num_warps=1 if qk_norm != "full" else min(8, max(1, block_q // 512)),
+        **launch_options(qkv.device),
     )
-    return q
-
-
-def rope_qk_ref(
-    qkv: torch.Tensor,
-    positions: torch.Tensor,
-    inv_freq: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    num_heads: int,
-    interleaved: bool = False,
-    magnitude: float = 1.0,
-    qk_norm: QKNorm = "none",
-    q_norm: torch.Tensor | None = None,
-    k_norm: torch.Tensor | None = None,
-    epsilon: float = 1e-6,
-    clip_qkv: float | None = None,
-    tokens_per_row: int = 1,
-    rows: torch.Tensor | None = None,
-    q: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """What `rope_qk` computes, through the references in the engine's order; appends to keys and values likewise."""
-    _, kv_heads, length, size = keys.shape
-    q, k, v = qkv.split([num_heads * size, kv_heads * size, kv_heads * size], dim=-1)
-    if qk_norm == "full":
-        q, k = reference.rms_norm(q, q_norm, epsilon), reference.rms_norm(k, k_norm, epsilon)
-    if clip_qkv is not None:
-        q, k, v = (part.clamp(-clip_qkv, clip_qkv) for part in (q, k, v))
-    q, k, v = (part.unflatten(-1, (-1, size)) for part in (q, k, v))
-    if qk_norm == "head":
-        q, k = reference.rms_norm(q, q_norm, epsilon), reference.rms_norm(k, k_norm, epsilon)
-    angles = positions[:, None].float() * inv_freq
-    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-    q, k = reference.rope(q, cos, sin, interleaved), reference.rope(k, cos, sin, interleaved)
-    if qk_norm == "head_after_rope":
-        q, k = reference.rms_norm(q, q_norm, epsilon), reference.rms_norm(k, k_norm, epsilon)
-    row = torch.arange(len(qkv), device=qkv.device) // tokens_per_row if rows is None else rows.long()
-    keep = (positions >= 0) & (positions < length)
-    keys[row[keep], :, positions[keep]] = k[keep]
-    values[row[keep], :, positions[keep]] = v[keep]
     return q
 
 

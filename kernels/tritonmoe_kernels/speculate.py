@@ -11,17 +11,14 @@ last to arrive ranks all E. The quasi-hidden state stays in float32 until it is 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.norm_router import (
     COUNTING_LIMIT,
-    Routing,
     arrive_last,
     check_decode_tokens,
     check_router,
@@ -33,14 +30,7 @@ from tritonmoe_kernels.norm_router import (
     rms_normalize,
     store_logits,
 )
-
-
-class SpeculateOutput(NamedTuple):
-    """What `speculate` writes."""
-
-    logits: torch.Tensor  # [T, E] float32
-    ids: torch.Tensor  # [T, M] int32, the most confident first
-    q: torch.Tensor | None = None  # [T, H] the quasi-hidden state, in the residual's dtype
+from tritonmoe_kernels.routing import Routing, SpeculateOutput
 
 
 @triton.jit
@@ -176,44 +166,6 @@ def speculate(
         num_warps=num_warps,
     )
     return out
-
-
-def speculate_ref(
-    residual: torch.Tensor,
-    default_vectors: torch.Tensor | None,
-    topk_ids: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    norm_weight: torch.Tensor,
-    router: torch.Tensor,
-    routing: Routing,
-    count: int,
-    counter: torch.Tensor,
-    epsilon: float,
-    residual_multiplier: float = 1.0,
-    router_bias: torch.Tensor | None = None,
-    selection_bias: torch.Tensor | None = None,
-    weight_plus_one: bool = False,
-    out: SpeculateOutput | None = None,
-) -> SpeculateOutput:
-    """What `speculate` computes, through the references, q included; `counter` and `out` are not used."""
-    quasi = residual.float()
-    if default_vectors is not None:
-        assert topk_ids is not None
-        assert topk_weights is not None
-        quasi = quasi + reference.combine(default_vectors[topk_ids.long()].float(), topk_weights) * residual_multiplier
-    weight = norm_weight.float() + 1.0 if weight_plus_one else norm_weight
-    q = reference.rms_norm(quasi, weight, epsilon).to(residual.dtype)
-    logits = reference.router_logits(q, router, router_bias)
-    ids, _ = reference.route_topk(
-        logits,
-        count,
-        routing.score,
-        routing.renormalize,
-        selection_bias,
-        num_groups=routing.num_groups,
-        topk_groups=routing.topk_groups,
-    )
-    return SpeculateOutput(logits, ids.int(), q)
 
 
 def _check_defaults(

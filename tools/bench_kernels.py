@@ -1,0 +1,115 @@
+"""Time every decode and prefill kernel against its floor, cold and inside a CUDA graph.
+
+The floor of a memory-bound launch is its bytes over the rate of a large copy measured in the same run, that of a
+matrix-bound one its FLOPs over the rate of a large matrix product. "Cold": each launch of a graph reads weights that
+the launches before it did not, from at least 512 MB of them, so nothing comes from the GPU's cache. A figure is the
+median over replays of (graph time / launches), with the 10th and the 90th percentile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from bench.kernel_cases import CASES, Case
+from provenance import ROOT, provenance
+
+from tritonmoe_kernels import dependent_launch
+
+OUTPUT = ROOT / "docs/measurements/kernels.json"
+REPLAYS = 30
+
+
+def replay_times(launches: list[Callable[[], object]], replays: int = REPLAYS) -> list[float]:
+    """Seconds per launch in each of `replays` replays of one graph that holds all launches once."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for launch in launches[:2]:  # compiled before the capture
+            launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for launch in launches:
+            launch()
+    times = []
+    for i in range(replays + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        if i >= 3:
+            times.append(start.elapsed_time(end) / 1e3 / len(launches))
+    return sorted(times)
+
+
+def copy_rate() -> float:
+    """Bytes per second of a large device-to-device copy, reads plus writes."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    times = replay_times([lambda: target.copy_(source)] * 4)
+    return 2 * source.nbytes / times[len(times) // 2]
+
+
+def matrix_rate(dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> float:
+    """FLOP per second of a large dense product."""
+    a, b = (torch.randn(size, size, dtype=dtype, device="cuda") for _ in range(2))
+    times = replay_times([lambda: a @ b] * 4)
+    return 2 * size**3 / times[len(times) // 2]
+
+
+def measure(case: Case, rates: dict[str, float]) -> dict[str, object]:
+    """Time of one launch (or of a group of launches that do one thing) and its share of the floor."""
+    times = replay_times(case.launches)
+    median, low, high = (times[int(share * (len(times) - 1))] for share in (0.5, 0.1, 0.9))
+    floor = max(case.num_bytes / rates["copy_bytes_per_s"], case.flops / rates["matrix_flop_per_s"])
+    return {
+        "us": median * 1e6,
+        "us_p10": low * 1e6,
+        "us_p90": high * 1e6,
+        "kernels": case.kernels,
+        "bytes": case.num_bytes,
+        "flops": case.flops,
+        "gb_per_s": case.num_bytes / median / 1e9,
+        "tflop_per_s": case.flops / median / 1e12,
+        "floor_us": floor * 1e6,
+        "share_of_floor": floor / median,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--only", default="", help="measure cases whose name contains this text")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    parser.add_argument("--no-dependent-launch", action="store_true", help="ordinary launches, for comparison")
+    parser.add_argument("--output", type=Path, default=OUTPUT)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    if options.no_dependent_launch:
+        dependent_launch._options = lambda *_device: {"PDL": False}
+    dtype = getattr(torch, options.dtype)
+    torch.manual_seed(0)
+    rates = {"copy_bytes_per_s": copy_rate(), "matrix_flop_per_s": matrix_rate()}
+    print(f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {rates['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s")
+    results = {}
+    for name, build in CASES.items():
+        if options.only not in name:
+            continue
+        result = results[name] = measure(build(dtype), rates)
+        print(
+            f"{name:<44}{result['us']:9.2f} us  floor {result['floor_us']:8.2f}  {result['share_of_floor']:6.1%}"
+            f"  {result['gb_per_s']:7.0f} GB/s  {result['tflop_per_s']:6.1f} TFLOP/s",
+            flush=True,
+        )
+    stored = {"provenance": provenance(), "dtype": options.dtype, "rates": rates, "results": results}
+    options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

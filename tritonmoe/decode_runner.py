@@ -1,0 +1,171 @@
+"""Runs decode steps of a batch over one KV cache: on a GPU each step, sampling included, is one CUDA graph."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from tritonmoe.errors import InputError
+from tritonmoe.kv_cache import KVCache
+from tritonmoe.model import Decoder
+from tritonmoe.sampling import NOT_FINITE, SamplingParams, sample
+
+
+class DecodeRunner:
+    """The sequences of one batch, advancing by a token at a time.
+
+    `begin`, then `sample` with the logits of the prefill, then `launch` for every further token. Each of the last two
+    enqueues one token per row, which `tokens` hands out in order; on a GPU nothing but `tokens` waits. A row that has
+    ended keeps advancing with the others, so that the shape of the step, and with it the rounding of the other rows,
+    stays the same; what it computes beyond the cache is not stored.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int, capture: bool = True) -> None:
+        """`vocab_size` is the number of ids that may be drawn; embeddings can be padded past it."""
+        self.cache = cache
+        self._decoder = decoder
+        self._vocab_size = vocab_size
+        self._steps = _DeviceSteps(self, capture) if decoder.device.type == "cuda" else _HostSteps(self)
+
+    @property
+    def batch(self) -> int:
+        return self.cache.keys[0].shape[0]
+
+    @property
+    def lookahead(self) -> int:
+        """How many steps are worth launching before the tokens of the last one are known."""
+        return self._steps.lookahead
+
+    def begin(self, histories: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        """Take up B sequences, of which all tokens are in the cache, or all but the last one where `launch` is next."""
+        if not len(histories) == len(params) == self.batch:
+            raise ValueError(f"{len(histories)} sequences, {len(params)} parameters for a batch of {self.batch}")
+        self._steps.begin(histories, params)
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Draw the next token of every row from logits [B, V] float32."""
+        self._steps.sample(logits)
+
+    def launch(self) -> None:
+        """Run the last token of every row through the model and draw the next one."""
+        self._steps.launch()
+
+    def tokens(self) -> list[int]:
+        """The tokens of the earliest draw that was not handed out yet; InputError if its logits were not finite."""
+        return self._steps.tokens()
+
+
+class _HostSteps:
+    """Step by step, sampling on the host."""
+
+    lookahead = 0
+
+    def __init__(self, runner: DecodeRunner) -> None:
+        self._decoder, self._cache, self._vocab_size = runner._decoder, runner.cache, runner._vocab_size
+        self._histories: list[list[int]] = []
+        self._params: list[SamplingParams] = []
+        self._drawn: deque[list[int]] = deque()
+
+    def begin(self, histories: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        self._histories, self._params = [list(history) for history in histories], list(params)
+        self._drawn.clear()
+
+    def sample(self, logits: torch.Tensor) -> None:
+        drawn = []
+        logits = logits[:, : self._vocab_size]
+        for row, params, history in zip(logits, self._params, self._histories, strict=True):
+            drawn.append(sample(row, params, history, len(history)))
+            history.append(drawn[-1])
+        self._drawn.append(drawn)
+
+    def launch(self) -> None:
+        device = self._decoder.device
+        token_ids = torch.tensor([history[-1] for history in self._histories], device=device)
+        positions = torch.tensor([len(history) - 1 for history in self._histories], device=device)
+        length = min(self._cache.max_length, max(map(len, self._histories)))
+        self.sample(self._decoder.decode(token_ids, positions, self._cache, length))
+
+    def tokens(self) -> list[int]:
+        return self._drawn.popleft()
+
+
+class _DeviceSteps:
+    """Token ids, positions and sampling parameters live in device memory; a step is captured once and replayed."""
+
+    lookahead = 1
+
+    def __init__(self, runner: DecodeRunner, capture: bool) -> None:
+        from tritonmoe.device_sampling import BatchSampler
+
+        self._decoder, self._cache, self._vocab_size = runner._decoder, runner.cache, runner._vocab_size
+        batch, device = runner.batch, self._decoder.device
+        self._token_ids = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._result = torch.zeros(batch, dtype=torch.int64, device=device)
+        self._sampler = BatchSampler([SamplingParams()] * batch, self._vocab_size, device)
+        self._capture = capture
+        # By whether every row is greedy, which needs no sorting. None: the step has run, and can be captured now.
+        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(self.lookahead + 2))
+        self._drawn: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+
+    @torch.inference_mode()
+    def begin(self, histories: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
+        self._token_ids.copy_(torch.tensor([history[-1] for history in histories]))
+        self._positions.copy_(torch.tensor([len(history) - 1 for history in histories]))
+        self._sampler.load(params)
+        for row, history in enumerate(histories):
+            self._sampler.remember(row, history)
+        self._drawn.clear()
+
+    @torch.inference_mode()
+    def sample(self, logits: torch.Tensor) -> None:
+        self._draw(logits)
+        self._fetch()
+
+    @torch.inference_mode()
+    def launch(self) -> None:
+        kind = self._sampler.is_greedy
+        graph = self._graphs.get(kind)
+        if graph is None and kind in self._graphs and self._capture:
+            graph = self._graphs[kind] = self._captured()
+        if graph is not None:
+            graph.replay()
+        else:  # the first time: whatever is compiled or allocated on first use happens outside the capture
+            self._step()
+            self._graphs[kind] = None
+        self._fetch()
+
+    def tokens(self) -> list[int]:
+        landed, event = self._drawn.popleft()
+        event.synchronize()
+        drawn = landed.tolist()
+        if min(drawn) < 0:
+            raise InputError(NOT_FINITE)
+        return drawn
+
+    def _step(self) -> None:
+        self._draw(self._decoder.decode(self._token_ids, self._positions, self._cache))
+
+    def _draw(self, logits: torch.Tensor) -> None:
+        self._positions.add_(1)
+        drawn = self._sampler.sample(logits[:, : self._vocab_size], self._positions)
+        self._token_ids.copy_(drawn.tokens)
+        self._result.copy_(drawn.tokens.masked_fill(~drawn.is_finite, -1))
+
+    def _fetch(self) -> None:
+        """Copy the result to the host, behind the step and ahead of the next one, which overwrites it."""
+        landing = self._landing[0]
+        self._landing.rotate(-1)
+        landing.copy_(self._result, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        self._drawn.append((landing, event))
+
+    def _captured(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            self._step()
+        return graph

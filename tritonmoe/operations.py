@@ -1,0 +1,87 @@
+"""The operations a layer is made of: Triton kernels on a GPU, their torch references elsewhere.
+
+Both have the same signatures, so the decoder is written once; what computes is chosen by where the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from tritonmoe.errors import InputError
+from tritonmoe_kernels import references
+
+# Up to so many tokens a projection streams its weights through our own kernel; from there on the library's is faster.
+MAX_STREAMED_TOKENS = 1
+MAX_DECODE_TOKENS = 16  # the most that the decode forms of routing take
+
+
+class Operations(NamedTuple):
+    """The launchers of `tritonmoe_kernels`, whose docstrings say what each computes."""
+
+    linear: Callable[..., torch.Tensor]
+    rope_qk: Callable[..., torch.Tensor]
+    attention_decode: Callable[..., torch.Tensor]
+    attention_prefill: Callable[..., torch.Tensor]
+    norm_router: Callable[..., Any]
+    add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    route_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    expert_gemm: Callable[..., torch.Tensor]
+    combine: Callable[..., torch.Tensor]
+
+    def project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        epsilon: float = 0.0,
+    ) -> torch.Tensor:
+        """x [T, H], normed first where there is a norm, through a dense weight [N, H]: [T, N]."""
+        if len(x) <= MAX_STREAMED_TOKENS:
+            return self.linear(x, weight, bias, norm_weight, epsilon)
+        if norm_weight is not None:
+            _, x = self.add_rms_norm(x, None, norm_weight, epsilon)
+        return F.linear(x, weight, bias)
+
+
+REFERENCES = Operations(
+    linear=references.linear_ref,
+    rope_qk=references.rope_qk_ref,
+    attention_decode=references.attention_decode_ref,
+    attention_prefill=references.attention_prefill_ref,
+    norm_router=references.norm_router_ref,
+    add_rms_norm=references.add_rms_norm_ref,
+    route_topk=references.route_topk_ref,
+    expert_gemm=references.expert_gemm_ref,
+    combine=references.combine_ref,
+)
+
+
+def kernels() -> Operations:
+    """The Triton kernels; InputError where triton is not installed."""
+    try:
+        import triton  # noqa: F401
+    except ImportError:
+        raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
+    from tritonmoe_kernels import attention, expert_gemm, linear, norm_router, rope_qk
+
+    return Operations(
+        linear=linear.linear,
+        rope_qk=rope_qk.rope_qk,
+        attention_decode=attention.attention_decode,
+        attention_prefill=attention.attention_prefill,
+        norm_router=norm_router.norm_router,
+        add_rms_norm=norm_router.add_rms_norm,
+        route_topk=norm_router.route_topk,
+        expert_gemm=expert_gemm.expert_gemm,
+        combine=expert_gemm.combine,
+    )
+
+
+def operations(device: torch.device) -> Operations:
+    """What computes on `device`."""
+    return kernels() if device.type == "cuda" else REFERENCES
