@@ -193,6 +193,25 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
     return sum(int(size) for size in re.findall(r"(\d+) bytes spill (?:stores|loads)", done.stderr))
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("name", ["linear-qwen3-qkv", "attention-qwen3", "norm_router-qwen3", "experts-qwen3"])
+def test_dependent_launches_wait_before_they_write(
+    name: str, compile_for: Callable[[str, Case, str], list[Any]]
+) -> None:
+    """Every kernel waits, then releases, and neither stores nor counts before; what may be fetched ahead is."""
+    kernels = {kernel.metadata.name: kernel.asm["ptx"] for kernel in compile_for("sm_90", DECODE[name], "bf16")}
+    for ptx in kernels.values():
+        before, after = ptx.split("griddepcontrol.wait", 1)
+        assert "griddepcontrol.launch_dependents" in after
+        assert not re.search(r"\b(st\.global|atom\.|red\.)", before)
+    ahead = {kernel: ptx.split("griddepcontrol.wait", 1)[0] for kernel, ptx in kernels.items()}
+    if name == "linear-qwen3-qkv":
+        assert ahead["_linear_kernel"].count("ld.global") >= 4
+    if name == "experts-qwen3":
+        assert "ld.global" not in ahead["_gate_up_decode_kernel"]
+        assert "ld.global" in ahead["_down_decode_kernel"]
+
+
 def short_and_long() -> list[Any]:
     return [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG)]
 

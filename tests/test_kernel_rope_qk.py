@@ -88,7 +88,7 @@ def test_engine_appends_the_same(interleaved: bool, clip_qkv: float | None, qk_n
     positions = torch.arange(5, device=DEVICE).expand(2, 5)
     cache = KVCache(*((torch.zeros(2, 2, 9, 16, device=DEVICE),) for _ in range(2)))
     flat, no_norm = positions.reshape(-1).contiguous(), torch.ones(24, device=DEVICE)
-    tokens = Tokens(flat, batch=2, start=0, length=5)
+    tokens = Tokens(flat, flat + 1, batch=2, start=0, length=5)
     x = reference.rms_norm(x, no_norm, 1e-6)
     inv_freq = inverse_frequencies(rope).to(DEVICE)
     attention_block(

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from bench.floor import memory_rate
 from bench.kernel_cases import CASES, Case
 from provenance import ROOT, provenance
 
@@ -45,14 +46,6 @@ def replay_times(launches: list[Callable[[], object]], replays: int = REPLAYS) -
         if i >= 3:
             times.append(start.elapsed_time(end) / 1e3 / len(launches))
     return sorted(times)
-
-
-def copy_rate() -> float:
-    """Bytes per second of a large device-to-device copy, reads plus writes."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    times = replay_times([lambda: target.copy_(source)] * 4)
-    return 2 * source.nbytes / times[len(times) // 2]
 
 
 def matrix_rate(dtype: torch.dtype = torch.bfloat16, size: int = 8192) -> float:
@@ -94,7 +87,7 @@ def main() -> int:
         dependent_launch._options = lambda *_device: {"PDL": False}
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(0)
-    rates = {"copy_bytes_per_s": copy_rate(), "matrix_flop_per_s": matrix_rate()}
+    rates = {"copy_bytes_per_s": memory_rate(torch.device("cuda")), "matrix_flop_per_s": matrix_rate()}
     print(f"copy {rates['copy_bytes_per_s'] / 1e12:.2f} TB/s, product {rates['matrix_flop_per_s'] / 1e12:.0f} TFLOP/s")
     results = {}
     for name, build in CASES.items():

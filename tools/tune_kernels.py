@@ -1,7 +1,9 @@
 """Fill kernels/tritonmoe_kernels/launch_table.json with the fastest configurations on this GPU for known shapes.
 
-Each candidate is timed as tools/bench_kernels.py times kernels: cold, in a CUDA graph. Candidates are compiled first,
-in several processes. A row is written for this GPU's architecture, before the general rows.
+Kernels of the decode step are timed within a whole step of a model with a few layers, since what is best depends on
+what a launch can overlap with (dependent launches). Prefill kernels, and attention over a long cache, are timed alone,
+as tools/bench_kernels.py does. Both in a CUDA graph. Candidates are compiled first, in several processes. A row is
+written for this GPU's architecture, before the general rows.
 """
 
 from __future__ import annotations
@@ -13,18 +15,26 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from bench.kernel_cases import Case, decode_attention, experts, head, prefill_attention, projection
+from bench.kernel_cases import DEVICE, Case, decode_attention, experts, prefill_attention
+from bench.random_weights import random_weights
 from bench_kernels import replay_times
 from provenance import ROOT
 
+from tritonmoe.architectures import parse_config
+from tritonmoe.config_reader import read_json
+from tritonmoe.kv_cache import KVCache
+from tritonmoe.model import Decoder
 from tritonmoe_kernels import launch_table
 
 TABLE = ROOT / "kernels/tritonmoe_kernels/launch_table.json"
+CONFIGS = ROOT / "tools/bench/configs"
 PROCESSES = 14
+STEP_LAYERS = 4
 
 
 @dataclass(frozen=True)
@@ -47,7 +57,7 @@ def row_candidates(columns: int, most: int = 256) -> Iterator[dict[str, Any]]:
 
 
 def attention_candidates() -> Iterator[dict[str, Any]]:
-    for block_l, warps, stages, programs in itertools.product((32, 64, 128), (2, 4, 8), (2, 3, 4), (128, 256, 512)):
+    for block_l, warps, stages, programs in itertools.product((32, 64, 128), (2, 4), (2, 3, 4), (128, 256, 512)):
         yield {"block_l": block_l, "num_warps": warps, "num_stages": stages, "programs": programs}
 
 
@@ -66,17 +76,29 @@ def attention_prefill_candidates() -> Iterator[dict[str, Any]]:
         yield {"block_m": block_m, "block_l": block_l, "num_warps": warps, "num_stages": stages}
 
 
-def dense(units: int, hidden: int, norm: bool) -> Tuned:
-    build = (lambda t: head(units, hidden, t)) if units > 1 << 16 else (lambda t: projection(units, hidden, norm, t))
-    return Tuned("linear", (units, hidden), 1, build, lambda: row_candidates(hidden))
+def decode_step(config: str, context: int = 1024) -> Callable[[torch.dtype], Case]:
+    """One token through the first layers of a published model with random weights."""
+
+    def build(dtype: torch.dtype) -> Case:
+        spec = parse_config(read_json(CONFIGS / config), config)
+        spec = replace(spec, layers=spec.layers[:STEP_LAYERS])
+        decoder = Decoder(spec, random_weights(spec, DEVICE, dtype, 0))
+        cache = KVCache.allocate(spec, 1, context + 8, DEVICE, dtype)
+        for part in (*cache.keys, *cache.values):
+            part.normal_()
+        ids, positions = (torch.tensor([value], device=DEVICE) for value in (7, context))
+        return Case([partial(decoder.decode, ids, positions, cache)] * 2, 1)
+
+    return build
 
 
-def decode_experts(kernel: str, top_k: int, hidden: int, size: int, kind: str) -> Tuned:
-    shape = (size, hidden) if "gate" in kernel else (hidden, size)
+def dense(config: str, units: int, hidden: int) -> Tuned:
+    return Tuned("linear", (units, hidden), 1, decode_step(config), lambda: row_candidates(hidden))
+
+
+def decode_experts(config: str, kernel: str, units: int, columns: int) -> Tuned:
     most = 128 if "gate" in kernel else 256  # gate_up holds two tiles
-    return Tuned(
-        kernel, shape, 1, lambda t: experts(1, top_k, 32, hidden, size, kind, t), lambda: row_candidates(shape[1], most)
-    )
+    return Tuned(kernel, (units, columns), 1, decode_step(config), lambda: row_candidates(columns, most))
 
 
 def prefill_experts(tokens: int, top_k: int, num: int, hidden: int, size: int, kind: str) -> Tuned:
@@ -86,18 +108,18 @@ def prefill_experts(tokens: int, top_k: int, num: int, hidden: int, size: int, k
     return Tuned("expert_prefill", (2 * size, hidden), tokens, build, prefill_candidates)
 
 
-QWEN3, GPT_OSS = (8, 2048, 768, "silu"), (4, 2880, 2880, "swiglu_clamped")
+QWEN3, GPT_OSS = "qwen3-30b-a3b.json", "gpt-oss-20b.json"
 TUNED = [
-    dense(5120, 2048, True),
-    dense(2048, 4096, False),
-    dense(151936, 2048, True),
-    dense(5120, 2880, True),
-    dense(2880, 4096, False),
-    dense(201088, 2880, True),
-    decode_experts("expert_gate_up_decode", *QWEN3),
-    decode_experts("expert_down_decode", *QWEN3),
-    decode_experts("expert_gate_up_decode", *GPT_OSS),
-    decode_experts("expert_down_decode", *GPT_OSS),
+    dense(QWEN3, 5120, 2048),
+    dense(QWEN3, 2048, 4096),
+    dense(QWEN3, 151936, 2048),
+    dense(GPT_OSS, 5120, 2880),
+    dense(GPT_OSS, 2880, 4096),
+    dense(GPT_OSS, 201088, 2880),
+    decode_experts(QWEN3, "expert_gate_up_decode", 768, 2048),
+    decode_experts(QWEN3, "expert_down_decode", 2048, 768),
+    decode_experts(GPT_OSS, "expert_gate_up_decode", 2880, 2880),
+    decode_experts(GPT_OSS, "expert_down_decode", 2880, 2880),
     Tuned("attention_decode", (128,), 1, lambda t: decode_attention(16384, 32, 4, 128, None, t), attention_candidates),
     Tuned("attention_decode", (64,), 1, lambda t: decode_attention(16384, 64, 8, 64, None, t), attention_candidates),
     Tuned(
@@ -111,24 +133,28 @@ TUNED = [
 ]  # fmt: skip
 
 
-def select(kernel: str, config: dict[str, Any]) -> None:
-    """Make `kernel` launch with `config` whatever the table says."""
-    table = [row for row in json.loads(TABLE.read_text()) if row["kernel"] != kernel]
-    forced = {"kernel": kernel, "architecture": None, "bits": None, "shape": None, "tokens": None, "config": config}
-    launch_table.rows = lambda: [forced, *table]
+def select(item: Tuned, config: dict[str, Any]) -> None:
+    """Make the item's kernel launch with `config`, at its shape, whatever the table says."""
+    keys = {"architecture": None, "bits": None, "tokens": item.tokens}
+    forced = {"kernel": item.kernel, "shape": item.shape, "config": config, **keys}
+    launch_table.rows = lambda: [forced, *json.loads(TABLE.read_text())]
     launch_table._find.cache_clear()
 
 
 def compile_share(job: tuple[list[int], str, int]) -> list[tuple[int, int]]:
     """Launch every PROCESSES-th candidate once, which leaves it in triton's cache; those that fail."""
+    global STEP_LAYERS
+    STEP_LAYERS = 1  # what is compiled does not depend on it
     chosen, dtype, share = job
     failed = []
     for i in chosen:
+        case = None  # freed before the next one is made
+        torch.cuda.empty_cache()
         case = TUNED[i].build(getattr(torch, dtype))
         for j, config in enumerate(TUNED[i].candidates()):
             if j % PROCESSES != share:
                 continue
-            select(TUNED[i].kernel, config)
+            select(TUNED[i], config)
             try:
                 case.launches[0]()
                 torch.cuda.synchronize()
@@ -144,7 +170,7 @@ def tune(item: Tuned, failed: set[int], dtype: torch.dtype) -> list[tuple[float,
     for j, config in enumerate(item.candidates()):
         if j in failed:
             continue
-        select(item.kernel, config)
+        select(item, config)
         times = replay_times(case.launches, replays=7)
         found.append((times[len(times) // 2], config))
     return sorted(found, key=lambda pair: pair[0])

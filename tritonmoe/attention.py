@@ -22,6 +22,7 @@ class Tokens:
     """
 
     positions: torch.Tensor  # [B · T] int64
+    lengths: torch.Tensor  # [B · T] int64: positions + 1, made once for all layers
     batch: int
     start: int | None  # None in decode
     length: int | None  # a bound of all positions (exclusive) that is known on the host, or None
@@ -64,7 +65,7 @@ def attention_block(
     if tokens.length is not None:
         keys, values = keys[:, :, : tokens.length], values[:, :, : tokens.length]
     if tokens.start is None:
-        out = ops.attention_decode(q, keys, values, tokens.positions + 1, spec.scale, spec.window, weights.sinks)
+        out = ops.attention_decode(q, keys, values, tokens.lengths, spec.scale, spec.window, weights.sinks)
     else:
         out = _prefill(ops, spec, weights, q.view(tokens.batch, tokens.per_row, *q.shape[1:]), tokens, keys, values)
     return ops.project(out, weights.output, weights.output_bias)

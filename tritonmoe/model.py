@@ -41,7 +41,7 @@ class Decoder:
         batch, count = token_ids.shape
         end = start + count
         positions = torch.arange(start, end, device=self.device).repeat(batch)
-        residual = self._layers(token_ids.flatten(), Tokens(positions, batch, start, end), cache)
+        residual = self._layers(token_ids.flatten(), Tokens(positions, positions + 1, batch, start, end), cache)
         if last_only:
             return self._logits(residual[count - 1 :: count])
         return self._logits(residual).unflatten(0, (batch, count))
@@ -56,7 +56,8 @@ class Decoder:
         outside the cache is not stored. `length` may bound all positions (exclusive) where the host knows them: a
         reference then reads that much of the cache instead of all.
         """
-        return self._logits(self._layers(token_ids, Tokens(positions, len(token_ids), None, length), cache))
+        tokens = Tokens(positions, positions + 1, len(token_ids), None, length)
+        return self._logits(self._layers(token_ids, tokens, cache))
 
     def _layers(self, token_ids: torch.Tensor, tokens: Tokens, cache: KVCache) -> torch.Tensor:
         """token_ids [B · T] -> residual [B · T, H] after the last layer."""
@@ -83,9 +84,8 @@ class Decoder:
                 residual, x = ops.add_rms_norm(residual, delta, weights.post_norm, epsilon, multiplier)
                 residual = residual + glu_mlp(ops, weights.dense, x, scratch) * multiplier
                 continue
-            routed = route(
-                ops, layer.moe, weights.moe, residual, delta, weights.post_norm, epsilon, multiplier, scratch
-            )
+            norm = weights.post_norm
+            routed = route(ops, layer.moe, weights.moe, residual, delta, norm, epsilon, multiplier, scratch)
             if self.on_route is not None:
                 self.on_route(layer_id, routed.topk_ids)
             residual = moe_block(ops, layer.moe, weights.moe, routed, multiplier, scratch)

@@ -84,6 +84,7 @@ def moe_block(
 ) -> torch.Tensor:
     """Routed plus shared expert output, added to the residual: [T, H]."""
     experts = weights.experts
+    out = routed.x.new_empty(*routed.topk_ids.shape, routed.x.shape[1])  # every row of it is written
     expert_out = ops.expert_gemm(
         routed.x,
         routed.topk_ids,
@@ -94,6 +95,7 @@ def moe_block(
         spec.activation,
         spec.swiglu_limit,
         spec.swiglu_alpha,
+        out,
     )
     shared = None
     if weights.shared is not None:
@@ -107,4 +109,6 @@ def glu_mlp(ops: Operations, weights: GluWeights, x: torch.Tensor, scratch: Scra
     """Dense SiLU-GLU: x [T, H] (normed) -> [T, H]. Few tokens stream it as an expert that every token chose."""
     if len(x) > MAX_DECODE_TOKENS:
         return reference.glu_mlp(x, weights.gate_up, weights.down)
-    return ops.expert_gemm(x, scratch.first_slot[: len(x)], weights.gate_up[None], weights.down[None]).squeeze(1)
+    slot_ids = scratch.first_slot[: len(x)]
+    out = x.new_empty(len(x), 1, x.shape[1])
+    return ops.expert_gemm(x, slot_ids, weights.gate_up[None], weights.down[None], out=out).squeeze(1)

@@ -23,11 +23,16 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS
-from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.dependent_launch import (
+    await_inputs,
+    launch_options,
+    release_dependents,
+)
 from tritonmoe_kernels.launch_table import launch_config
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 64
+MERGED_DIMS = 32  # of a head by one program of the merge: more programs hide its latency
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in powers of two: exp(x) = exp2(x · log2 e)
 
 
@@ -102,12 +107,10 @@ def _attention_decode_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_inputs(PDL)
-    release_dependents(PDL)
     split = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
-    length = tl.minimum(tl.load(lengths_ptr + batch), capacity).to(tl.int32)
+    length = tl.minimum(tl.load(lengths_ptr + batch), capacity).to(tl.int32)  # not written by the launch before
     first = 0  # entry that is visible
     if WINDOW is not None:
         first = tl.maximum(length - WINDOW, 0)
@@ -117,10 +120,12 @@ def _attention_decode_kernel(
     group = tl.arange(0, BLOCK_G)
     dims = tl.arange(0, BLOCK_D)
     is_head = group < GROUP
-    q_rows = q_ptr + batch * stride_qb + (kv_head * GROUP + group) * stride_qh
-    q = _entry_tile(q_rows, dims, is_head, HEAD_DIM, BLOCK_D)
     keys_ptr += batch * stride_kb + kv_head * stride_kh
     values_ptr += batch * stride_vb + kv_head * stride_vh
+    await_inputs(PDL)
+    release_dependents(PDL)
+    q_rows = q_ptr + batch * stride_qb + (kv_head * GROUP + group) * stride_qh
+    q = _entry_tile(q_rows, dims, is_head, HEAD_DIM, BLOCK_D)
     top = tl.full([BLOCK_G], float("-inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_G], dtype=tl.float32)
     acc = tl.zeros([BLOCK_G, BLOCK_D], dtype=tl.float32)
@@ -133,10 +138,10 @@ def _attention_decode_kernel(
         scores = tl.dot(q, key_tile.T, input_precision="ieee") * (scale * LOG2_E)
         scores = tl.where(is_visible[None, :], scores, float("-inf"))
         top, total, acc = _softmax_step(scores, value_tile, top, total, acc)
-    row = (batch * tl.num_programs(1) + kv_head) * GROUP + group
-    tl.store(stats_ptr + row * 2 * NUM_SPLITS + split, top, mask=is_head)
-    tl.store(stats_ptr + (row * 2 + 1) * NUM_SPLITS + split, total, mask=is_head)
-    if begin * BLOCK_L < length:  # the merge does not read the accumulator of a split without entries
+    if begin * BLOCK_L < length:  # a split without entries leaves nothing, and the merge knows
+        row = (batch * tl.num_programs(1) + kv_head) * GROUP + group
+        tl.store(stats_ptr + row * 2 * NUM_SPLITS + split, top, mask=is_head)
+        tl.store(stats_ptr + (row * 2 + 1) * NUM_SPLITS + split, total, mask=is_head)
         acc_ptrs = acc_ptr + (row * NUM_SPLITS + split)[:, None] * HEAD_DIM + dims[None, :]
         tl.store(acc_ptrs, acc, mask=is_head[:, None] & (dims < HEAD_DIM)[None, :])
 
@@ -147,20 +152,30 @@ def _merge_splits_kernel(
     acc_ptr,  # [B · heads, NUM_SPLITS, HEAD_DIM] float32
     stats_ptr,  # [B · heads, 2, NUM_SPLITS] float32
     sinks_ptr,  # [heads] float32 or None
+    lengths_ptr,  # [B]
+    capacity,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
+    BLOCK_L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_inputs(PDL)
-    release_dependents(PDL)
     row = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, NUM_SPLITS)
-    dims = tl.arange(0, BLOCK_D)
-    tops = tl.load(stats_ptr + row * 2 * NUM_SPLITS + splits)
-    sums = tl.load(stats_ptr + (row * 2 + 1) * NUM_SPLITS + splits)
-    has_entries = tops != float("-inf")
+    dims = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    # Which splits had a block follows from the length, so nothing waits for the maxima to be read.
+    length = tl.minimum(tl.load(lengths_ptr + row // HEADS), capacity).to(tl.int32)
+    first_block = 0
+    if WINDOW is not None:
+        first_block = tl.maximum(length - WINDOW, 0) // BLOCK_L
+    turn = (splits + NUM_SPLITS - first_block % NUM_SPLITS) % NUM_SPLITS
+    has_entries = turn < tl.cdiv(length, BLOCK_L) - first_block
+    await_inputs(PDL)
+    release_dependents(PDL)
+    tops = tl.load(stats_ptr + row * 2 * NUM_SPLITS + splits, mask=has_entries, other=float("-inf"))
+    sums = tl.load(stats_ptr + (row * 2 + 1) * NUM_SPLITS + splits, mask=has_entries, other=0.0)
     mask = has_entries[:, None] & (dims < HEAD_DIM)[None, :]
     parts = tl.load(acc_ptr + (row * NUM_SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :], mask=mask, other=0.0)
     top = tl.max(tops, axis=0)
@@ -312,16 +327,21 @@ def attention_decode(
         num_stages=launch["num_stages"],
         **launch_options(q.device),
     )
-    _merge_splits_kernel[(batch * heads,)](
+    merge_d = min(block_d, MERGED_DIMS)
+    _merge_splits_kernel[(batch * heads, triton.cdiv(head_dim, merge_d))](
         out,
         acc,
         stats,
         sinks,
+        lengths,
+        capacity,
         HEADS=heads,
         HEAD_DIM=head_dim,
+        WINDOW=window,
         NUM_SPLITS=num_splits,
-        BLOCK_D=block_d,
-        num_warps=4,
+        BLOCK_L=launch["block_l"],
+        BLOCK_D=merge_d,
+        num_warps=2,
         **launch_options(q.device),
     )
     return out

@@ -30,20 +30,26 @@ from tritonmoe_kernels.sort_tokens import sort_tokens
 
 DECODE_MAX_TOKENS = 16
 KINDS = ("silu", "swiglu_clamped")
+# A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
+SINGLE_TOKEN_EVICTION = "evict_first"
 
 
 @triton.jit
-def _load_columns(pointers, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _load_columns(pointers, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
     """Values at `pointers`, zero where a column is beyond the last; `columns` has the rank of `pointers`."""
     is_whole: tl.constexpr = NUM_COLUMNS % BLOCK_K == 0
-    return tl.load(pointers) if is_whole else tl.load(pointers, mask=columns < NUM_COLUMNS, other=0.0)
+    if is_whole:
+        values = tl.load(pointers, eviction_policy=EVICT)
+    else:
+        values = tl.load(pointers, mask=columns < NUM_COLUMNS, other=0.0, eviction_policy=EVICT)
+    return values
 
 
 @triton.jit
-def _weight_tile(matrix_ptr, rows, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+def _weight_tile(matrix_ptr, rows, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
     """Tile [rows, columns] of one slot's matrix: the only place where weights are fetched."""
     pointers = matrix_ptr + rows[:, None] * NUM_COLUMNS + columns[None, :]
-    return _load_columns(pointers, columns[None, :], NUM_COLUMNS, BLOCK_K)
+    return _load_columns(pointers, columns[None, :], NUM_COLUMNS, BLOCK_K, EVICT)
 
 
 @triton.jit
@@ -75,6 +81,7 @@ def _gate_up_decode_kernel(
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     await_inputs(PDL)
@@ -90,11 +97,11 @@ def _gate_up_decode_kernel(
     row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
     gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
     up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in tl.static_range(0, HIDDEN, BLOCK_K):
+    for start in range(0, HIDDEN, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K)
-        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K)
-        x = _load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K).to(tl.float32)[None, :]
+        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K, EVICT)
+        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K, EVICT)
+        x = _load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)[None, :]
         gate_sums += gate_tile.to(tl.float32) * x
         up_sums += up_tile.to(tl.float32) * x
     gate = tl.sum(gate_sums, axis=1)
@@ -120,6 +127,7 @@ def _down_decode_kernel(
     INTERMEDIATE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(0)
@@ -132,15 +140,16 @@ def _down_decode_kernel(
     rows = tl.minimum(units, HIDDEN - 1)
     matrix_ptr = down_ptr + slot * stride_ws
     row_ptr = hidden_ptr + pair * INTERMEDIATE
-    tile = _weight_tile(matrix_ptr, rows, tl.arange(0, BLOCK_K), INTERMEDIATE, BLOCK_K)
+    tile = _weight_tile(matrix_ptr, rows, tl.arange(0, BLOCK_K), INTERMEDIATE, BLOCK_K, EVICT)
     await_inputs(PDL)
     release_dependents(PDL)
-    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    for start in tl.static_range(0, INTERMEDIATE, BLOCK_K):
+    columns = tl.arange(0, BLOCK_K)
+    hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)[None, :]
+    sums = tile.to(tl.float32) * hidden
+    for start in range(BLOCK_K, INTERMEDIATE, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        if start > 0:
-            tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
-        hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K).to(tl.float32)[None, :]
+        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K, EVICT)
+        hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)[None, :]
         sums += tile.to(tl.float32) * hidden
     out = tl.sum(sums, axis=1)
     if bias_ptr is not None:
@@ -186,9 +195,9 @@ def _gate_up_prefill_kernel(
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        x = _load_columns(row_ptrs + columns[None, :], columns[None, :], HIDDEN, BLOCK_K)
-        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K)
-        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K)
+        x = _load_columns(row_ptrs + columns[None, :], columns[None, :], HIDDEN, BLOCK_K, "")
+        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K, "")
+        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K, "")
         gate = tl.dot(x, gate_tile.T, gate, input_precision="ieee")
         up = tl.dot(x, up_tile.T, up, input_precision="ieee")
     if bias_ptr is not None:
@@ -232,8 +241,8 @@ def _down_prefill_kernel(
     out = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, INTERMEDIATE, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        hidden = _load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K)
-        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K)
+        hidden = _load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K, "")
+        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K, "")
         out = tl.dot(hidden, tile.T, out, input_precision="ieee")
     if bias_ptr is not None:
         out += tl.load(bias_ptr + slot * stride_bs + rows).to(tl.float32)[None, :]
@@ -358,6 +367,7 @@ def combine(
 
 def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
     pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
+    evict = SINGLE_TOKEN_EVICTION if len(x) == 1 else ""
     _, hidden_size, intermediate = down.shape
     launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), x.shape[0], x.device)
     _gate_up_decode_kernel[(pairs, triton.cdiv(intermediate, launch["block_n"]))](
@@ -376,6 +386,7 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         KIND=kind,
         BLOCK_N=launch["block_n"],
         BLOCK_K=min(launch["block_k"], triton.next_power_of_2(hidden_size)),
+        EVICT=evict,
         num_warps=launch["num_warps"],
         **launch_options(x.device),
     )
@@ -392,6 +403,7 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         INTERMEDIATE=intermediate,
         BLOCK_N=launch["block_n"],
         BLOCK_K=min(launch["block_k"], triton.next_power_of_2(intermediate)),
+        EVICT=evict,
         num_warps=launch["num_warps"],
         **launch_options(x.device),
     )
