@@ -31,7 +31,7 @@ from tritonmoe_kernels.dependent_launch import (
 from tritonmoe_kernels.launch_table import launch_config
 
 MAX_HEAD_DIM = 256
-MAX_SPLITS = 64
+MAX_SPLITS = 128
 MERGED_DIMS = 32  # of a head by one program of the merge: more programs hide its latency
 LOG2_E = tl.constexpr(1.4426950408889634)  # softmax in powers of two: exp(x) = exp2(x · log2 e)
 
