@@ -15,12 +15,14 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 # A module imports from lower layers only, never from its own.
 LAYERS = (
     ("errors", "spec", "tensor_names"),
-    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations"),
+    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy"),
     ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
+    ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation"),
     ("decode_runner",),
     ("session",),
+    ("memory_plan",),
     ("engine",),
     ("chat",),
     ("console",),

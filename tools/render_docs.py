@@ -15,12 +15,22 @@ from typing import Any
 from provenance import ROOT
 
 MEASUREMENTS = ROOT / "docs/measurements"
-DOCUMENTS = (ROOT / "README.md", ROOT / "docs/embedded-model.md", ROOT / "docs/parity.md")
+DOCUMENTS = (
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("embedded-model", "kernels", "parity", "performance")),
+)
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
+BENCHES = ("bench-qwen3-30b-a3b.json", "bench-gpt-oss-20b.json")
+PROFILED_KERNELS = 12  # rows of a profile that are shown one by one
+NAME_LENGTH = 60  # of a kernel's name in C++
+ABSENT = "—"
 
 
 def read(name: str) -> dict[str, Any]:
-    return json.loads((MEASUREMENTS / name).read_text(encoding="utf-8"))
+    path = MEASUREMENTS / name
+    if not path.is_file():
+        raise FileNotFoundError(f"{path.parent.name}/{name} is missing, and a document shows what is in it")
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -28,12 +38,36 @@ def table(header: list[str], rows: list[list[str]]) -> str:
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
+def machine(part: dict[str, Any]) -> str:
+    source = part["provenance"]
+    return source.get("gpu") or f"{source['cpu']}, {source['torch_threads']} thread(s)"
+
+
 def origin(part: dict[str, Any]) -> str:
     """One line that says how to repeat a measurement."""
     source = part["provenance"]
-    machine = source.get("gpu") or f"{source['cpu']}, {source['torch_threads']} thread(s)"
     versions = ", ".join(f"{name} {version}" for name, version in source["versions"].items())
-    return f"\n`{source['command']}` at commit {source['commit']} on {machine} ({versions}).\n"
+    command = re.sub(r" --output \S+", "", source["command"])  # where the result lay does not matter
+    return f"\n`{command}` at commit {source['commit']} on {machine(part)} ({versions}).\n"
+
+
+def figure(value: float | None) -> str:
+    """Three significant digits, or all of those before the point."""
+    if value is None:
+        return ABSENT
+    return f"{value:,.0f}" if value >= 99.95 else f"{value:#.3g}"
+
+
+def spread(median: float, low: float, high: float) -> str:
+    return f"{figure(median)} ({figure(low)}–{figure(high)})"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f}"
+
+
+def gigabytes(num_bytes: int | None) -> str:
+    return figure(None if num_bytes is None else num_bytes / 1e9)
 
 
 def embedded_tasks() -> str:
@@ -97,12 +131,167 @@ def gpu_parity() -> str:
     return head + f"\npytest: {part['results']['summary']}.\n" + origin(part)
 
 
+def gpu_tests() -> str:
+    part = read("gpu-tests.json")
+    return f"pytest: {part['results']['summary']}.\n" + origin(part)
+
+
+def tpot(side: dict[str, Any]) -> str:
+    return spread(*(side["tpot_ms"][kind] for kind in ("median", "p10", "p90")))
+
+
+def baseline_of(row: dict[str, Any]) -> dict[str, Any] | None:
+    """What transformers did in this row, if it was measured."""
+    found = row["baseline"]
+    return found if found is not None and found["status"] == "measured" else None
+
+
+def decoding_cells(row: dict[str, Any]) -> list[str]:
+    ours, theirs = row["ours"], baseline_of(row)
+    return [
+        tpot(ours),
+        figure(ours["tpot_device_ms"]),
+        figure(row["floor_ms"]),
+        percent(row["share_of_floor"]),
+        ABSENT if theirs is None else tpot(theirs),
+        figure(row.get("speedup")),
+    ]
+
+
+def prefill_cells(row: dict[str, Any]) -> list[str]:
+    ours, theirs = row["ours"], baseline_of(row) or {"ttft_ms": None, "gpu_peak_bytes": None}
+    experts = [layer["per_step"] for layer in row["distinct_experts"]]
+    return [
+        figure(ours["ttft_ms"]),
+        figure(theirs["ttft_ms"]),
+        f"{sum(experts) / len(experts):.1f}" if experts else ABSENT,
+        gigabytes(ours["gpu_peak_bytes"]),
+        gigabytes(theirs["gpu_peak_bytes"]),
+    ]
+
+
+def skipped(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each row, or baseline of a row, that was not measured, with the reason."""
+    lines = []
+    for row in rows:
+        where = f"batch {row['batch']}, context {row['context']:,}"
+        if row["status"] == "skipped":
+            lines.append(f"- {where}: {row['reason']}\n")
+        elif row["baseline"] is not None and row["baseline"]["status"] == "skipped":
+            lines.append(f"- transformers, {where}: {row['baseline']['reason']}\n")
+    return lines
+
+
+def bench(name: str) -> str:
+    """One model: decoding, prefill and memory, what was skipped, and what the baseline ran."""
+    part = read(name)
+    measured = [row for row in part["rows"] if row["status"] == "measured"]
+    sizes = [[str(row["batch"]), f"{row['context']:,}"] for row in measured]
+    decoding = [[*size, *decoding_cells(row)] for size, row in zip(sizes, measured, strict=True)]
+    prefill = [[*size, *prefill_cells(row)] for size, row in zip(sizes, measured, strict=True)]
+    ratios = ["floor / TPOT, %", "transformers TPOT, ms", "ratio"]
+    memory = ["experts of a layer in a step", "GPU memory, GB", "transformers, GB"]
+    text = f"### {model_of(part)}\n\nWeights: {gigabytes(part['weight_bytes'])} GB. A large copy moves "
+    text += f"{figure(part['memory_gbps'])} GB/s.\n\n"
+    text += table(["batch", "context", "TPOT, ms", "on the device", "floor, ms", *ratios], decoding) + "\n"
+    text += table(["batch", "context", "TTFT, ms", "transformers TTFT, ms", *memory], prefill)
+    if lines := skipped(part["rows"]):
+        text += "\nNot measured:\n\n" + "".join(lines)
+    chosen = sorted({theirs["experts"] for row in measured if (theirs := baseline_of(row)) is not None})
+    if chosen:
+        kinds = " or ".join(f"`{kind}`" for kind in chosen)
+        text += f"\ntransformers ran `{part['baseline']['attention']}` attention and {kinds} experts.\n"
+    return text + origin(part)
+
+
+def model_of(part: dict[str, Any]) -> str:
+    settings = part["settings"]
+    weights = ", random weights" if settings["weights"] == "random" else ""
+    return f"{settings['model']} in {settings['dtype']}{weights}"
+
+
+def headline() -> str:
+    """The first measured row of each model at batch 1."""
+    rows, commits = [], []
+    for name in BENCHES:
+        part = read(name)
+        row = next((r for r in part["rows"] if r["batch"] == 1 and r["status"] == "measured"), None)
+        if row is None:
+            raise ValueError(f"{name} has no measured row of batch 1")
+        theirs = baseline_of(row)
+        times = [row["ours"]["tpot_ms"]["median"], theirs and theirs["tpot_ms"]["median"], row["floor_ms"]]
+        rows.append([model_of(part), machine(part), f"{row['context']:,}", *map(figure, times)])
+        commits.append(part["provenance"]["commit"])
+    text = table(["ms per token", "on", "prompt, tokens", "tritonmoe", "transformers", "floor"], rows)
+    return text + f"\n`tools/bench.py` at commit {' and '.join(dict.fromkeys(commits))}.\n"
+
+
+def kernels() -> str:
+    part = read("kernels.json")
+    copy, product = part["rates"]["copy_bytes_per_s"], part["rates"]["matrix_flop_per_s"]
+    rows = []
+    for name, cell in part["results"].items():
+        is_memory_bound = cell["bytes"] / copy >= cell["flops"] / product
+        rate = f"{figure(cell['gb_per_s'])} GB/s" if is_memory_bound else f"{figure(cell['tflop_per_s'])} TFLOP/s"
+        against = [figure(cell["floor_us"]), percent(cell["share_of_floor"]), rate]
+        if ", " in name:  # a part of the launches that the row before it is: their bytes are not its own
+            against = [ABSENT] * 3
+        rows.append([name, spread(cell["us"], cell["us_p10"], cell["us_p90"]), *against])
+    text = f"{part['dtype']}; a large copy moves {figure(copy / 1e12)} TB/s, "
+    text += f"a large matrix product does {figure(product / 1e12)} TFLOP/s.\n\n"
+    return text + table(["kernel", "us", "floor, us", "floor / time, %", "rate"], rows) + origin(part)
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without namespaces and argument lists, as far as it fits."""
+    name = re.sub(r"\(anonymous namespace\)::|\b\w+::|^void ", "", name.replace("|", " "))
+    return name if len(name) <= NAME_LENGTH else name[: NAME_LENGTH - 1].rstrip() + "…"
+
+
+def profile_decode() -> str:
+    part = read("profile-qwen3-30b-a3b.json")
+    found = part["kernels"]
+    rows = [
+        [
+            f"`{short_name(row['name'])}`",
+            f"{row['calls']:.0f}",
+            figure(row["duration_us"]),
+            figure(row["interval_us"]),
+            figure(row["total_us"]),
+        ]
+        for row in found[:PROFILED_KERNELS]
+    ]
+    rest = found[PROFILED_KERNELS:]
+    if rest:
+        calls, total = (sum(row[key] for row in rest) for key in ("calls", "total_us"))
+        rows.append([f"{len(rest)} others", f"{calls:.0f}", ABSENT, ABSENT, figure(total)])
+    rows.append(
+        [
+            "all",
+            f"{sum(row['calls'] for row in found):.0f}",
+            ABSENT,
+            ABSENT,
+            figure(sum(row["total_us"] for row in found)),
+        ]
+    )
+    text = f"{part['model']}, batch {part['batch']}, context {part['context']:,}.\n\n"
+    text += table(["kernel", "calls a step", "us each", "interval, us", "us a step"], rows)
+    text += f"\nWithout the profiler a step takes {figure(part['step_us'])} us; its floor is "
+    text += f"{figure(part['floor_us'])} us, {percent(part['share_of_floor'])} % of that.\n"
+    return text + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
     "embedded-speed": embedded_speed,
     "embedded-samples": embedded_samples,
     "gpu-parity": gpu_parity,
+    "gpu-tests": gpu_tests,
+    "headline": headline,
+    "bench-decode": lambda: "\n".join(map(bench, BENCHES)),
+    "kernels": kernels,
+    "profile-decode": profile_decode,
 }
 
 
@@ -114,16 +303,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail where a document is out of date")
     check = parser.parse_args().check
-    stale = []
-    for path in DOCUMENTS:
-        old = path.read_text(encoding="utf-8")
-        new = render(old)
-        if new != old:
-            stale.append(path.name)
-            if not check:
-                path.write_text(new, encoding="utf-8")
+    old = {path: path.read_text(encoding="utf-8") for path in DOCUMENTS}
+    try:
+        new = {path: render(text) for path, text in old.items()}  # all before any is written
+    except FileNotFoundError as error:
+        parser.error(str(error))
+    stale = [path for path in DOCUMENTS if new[path] != old[path]]
+    if not check:
+        for path in stale:
+            path.write_text(new[path], encoding="utf-8")
     if stale:
-        print(("out of date: " if check else "written: ") + ", ".join(stale))
+        print(("out of date: " if check else "written: ") + ", ".join(path.name for path in stale))
     return 1 if check and stale else 0
 
 

@@ -1,12 +1,13 @@
 """Safetensors files on disk: which tensors there are, where, and their bytes.
 
-Headers are parsed here, not by the safetensors library, because experts are later read straight into slots of
-large arenas: that needs offsets, and one read per tensor without a copy in between.
+Headers are parsed here, not by the safetensors library, because experts are read straight into records of large
+arenas: that needs offsets, and one read per tensor without a copy in between.
 Format: 8 bytes little-endian header length, a JSON header, then the data (safetensors format specification).
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -154,19 +155,26 @@ def _entry(file: Path, name: str, value: Any, data_start: int) -> TensorEntry:
 class TensorReader:
     """Copies bytes from checkpoint files into tensors, through one staging buffer where a cast is needed.
 
-    For one thread at a time; `close` it."""
+    For one thread at a time; `close` it. With `drop_cache` the system forgets the bytes once they were read: it would
+    otherwise keep a second copy of the model, and may evict the first for it."""
 
-    def __init__(self, pin_staging: bool = False) -> None:
+    def __init__(self, pin_staging: bool = False, drop_cache: bool = False) -> None:
         self._descriptors: dict[Path, int] = {}
         self._staging = torch.empty(0, dtype=torch.uint8)
         self._pin = pin_staging
+        self._drop_cache = drop_cache
 
     def read(self, entry: TensorEntry, dest: torch.Tensor) -> None:
         """Fill `dest` (any strides, device and floating dtype; the entry's shape) with the entry's values."""
-        direct = dest.is_contiguous() and dest.device.type == "cpu" and dest.dtype == entry.dtype
-        if direct:
-            self._read_bytes(entry, entry.offset, dest.view(-1).view(torch.uint8) if dest.numel() else dest)
-            return
+        if dest.device.type == "cpu" and dest.dtype == entry.dtype:
+            if dest.is_contiguous():
+                self._read_bytes(entry, entry.offset, _as_bytes(dest))
+                return
+            if dest[0].is_contiguous():  # one tensor for all experts of a layer, whose records lie apart
+                row_bytes = entry.num_bytes // len(dest)
+                for i, row in enumerate(dest):
+                    self._read_bytes(entry, entry.offset + i * row_bytes, _as_bytes(row))
+                return
         for first, rows in self._chunks(entry):
             part = dest if not entry.shape else dest[first : first + rows.shape[0]]
             part.copy_(rows.view(part.shape))
@@ -175,7 +183,7 @@ class TensorReader:
         """Rows `first … first + count` along axis 0, as a fresh CPU tensor in the dtype of the file."""
         out = torch.empty((count, *entry.shape[1:]), dtype=entry.dtype)
         row_bytes = entry.num_bytes // entry.shape[0]
-        self._read_bytes(entry, entry.offset + first * row_bytes, out.view(-1).view(torch.uint8))
+        self._read_bytes(entry, entry.offset + first * row_bytes, _as_bytes(out))
         return out
 
     def _chunks(self, entry: TensorEntry) -> Iterator[tuple[int, torch.Tensor]]:
@@ -207,8 +215,23 @@ class TensorReader:
             if count == 0:
                 raise CheckpointError(f"{entry.file}: ended while reading {entry.name}; was it replaced meanwhile?")
             done += count
+        if done:
+            self._drop(entry.file, offset, done)
+
+    def _drop(self, file: Path, offset: int, num_bytes: int) -> None:
+        """Advise the system that these bytes (0: all from there on) need no place in its page cache."""
+        # Not every platform has the call and not every file system heeds it; the bytes are read either way.
+        if self._drop_cache and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):
+                os.posix_fadvise(self._descriptors[file], offset, num_bytes, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        for descriptor in self._descriptors.values():
+        for file, descriptor in self._descriptors.items():
+            self._drop(file, 0, 0)  # the pages that two tensors share, which neither read dropped
             os.close(descriptor)
         self._descriptors.clear()
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous CPU tensor as [num_bytes] uint8."""
+    return tensor.view(-1).view(torch.uint8)

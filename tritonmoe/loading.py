@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from tritonmoe.checkpoint import Checkpoint, TensorEntry, TensorReader, open_checkpoint
 from tritonmoe.errors import CheckpointError
+from tritonmoe.expert_store import ExpertStore
 from tritonmoe.memory import require_memory
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec
 from tritonmoe.tensor_names import canonical_name, is_skippable
@@ -37,6 +38,7 @@ from tritonmoe_kernels import reference
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 4
+TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
@@ -61,8 +63,10 @@ def load_weights(
     check_finite: bool = True,
     check_memory: bool = True,
     progress: bool = False,
+    store: ExpertStore | None = None,
 ) -> ModelWeights:
-    """Read the checkpoint in `folder` onto `device` in `dtype`.
+    """Read the checkpoint in `folder` onto `device` in `dtype`, the routed experts into `store` if there is one,
+    which is pinned afterwards where `device` is a GPU.
 
     Raises CheckpointError naming the tensor for anything missing, doubled, misshapen, unknown or, with
     `check_finite`, not finite; InputError when the weights do not fit in memory.
@@ -71,23 +75,42 @@ def load_weights(
     checkpoint = open_checkpoint(folder)
     found = _canonical_entries(checkpoint)
     if check_memory:
-        kind = str(dtype).removeprefix("torch.")
-        remedy = "another --device or a smaller model (--no-check-memory tries anyway)"
-        if dtype == torch.float32:
-            remedy = f"--dtype bfloat16, {remedy}"
-        require_memory(weight_bytes(spec, dtype), device, f"the weights in {kind}", remedy)
-    weights = allocate(spec, device, dtype)
+        _require_memory(spec, device, dtype, store)
+    weights = allocate(spec, device, dtype, store)
     if spec.tied_head and "lm_head.weight" in found:
         weights.head = torch.empty_like(weights.embedding)
     targets = _targets(spec, weights, found)
     _account(checkpoint, spec, targets, found)
-    _read_all(targets, found, device, check_finite, progress)
+    readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(NUM_READERS)]
+    _read_all(targets, found, readers, check_finite, progress)
     if spec.tied_head and weights.head is not weights.embedding:
         _resolve_tied_head(folder, weights)
     seconds = time.perf_counter() - started
     size = checkpoint.num_bytes / 1e9
     logger.info("loaded %.3g GB from %s in %.2f s (%.2g GB/s)", size, folder, seconds, size / seconds)
+    if store is not None and device.type == "cuda":
+        store.pin()
     return weights
+
+
+def _require_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: ExpertStore | None) -> None:
+    """InputError unless what goes to `device` and what goes to main memory both fit."""
+    kind = str(dtype).removeprefix("torch.")
+    host_remedy = f"{'--dtype bfloat16 or ' if dtype == torch.float32 else ''}a smaller model {TRY_ANYWAY}"
+    remedy = f"{'--dtype bfloat16, ' if dtype == torch.float32 else ''}another --device or a smaller model {TRY_ANYWAY}"
+    needed = weight_bytes(spec, dtype, with_experts=store is None)
+    if store is None:
+        require_memory(needed, device, f"the weights in {kind}", remedy)
+        return
+    host, experts, others = torch.device("cpu"), f"{store.num_bytes / 1e9:.1f} GB", f"{needed / 1e9:.1f} GB"
+    if device.type == "cpu":
+        what = f"the model in {kind} ({experts} of experts and {others} of other weights)"
+        require_memory(store.num_bytes + needed, host, what, host_remedy)
+        return
+    what = f"the set of experts in {kind} (beside {others} of other weights on the GPU)"
+    require_memory(store.num_bytes, host, what, host_remedy)
+    what = f"the model without its experts in {kind} (beside {experts} of experts in main memory)"
+    require_memory(needed, device, what, remedy)
 
 
 def _canonical_entries(checkpoint: Checkpoint) -> dict[str, TensorEntry]:
@@ -277,15 +300,14 @@ def _disk_name(canonical: str) -> str:
 def _read_all(
     targets: dict[str, Target],
     found: dict[str, TensorEntry],
-    device: torch.device,
+    readers: list[TensorReader],
     check_finite: bool,
     progress: bool,
 ) -> None:
-    """Fill all targets in the order of the bytes on disk, several at a time: fresh memory and fast disks both
-    take more requests than one thread can make."""
+    """Fill all targets in the order of the bytes on disk, with all readers (closed at the end) at a time: fresh memory
+    and fast disks both take more requests than one thread can make."""
     order = sorted(targets, key=lambda name: (found[name].file, found[name].offset))
     idle: SimpleQueue[TensorReader] = SimpleQueue()
-    readers = [TensorReader(pin_staging=device.type == "cuda") for _ in range(NUM_READERS)]
 
     def fill(name: str) -> int:
         reader = idle.get()
@@ -297,7 +319,7 @@ def _read_all(
 
     for reader in readers:
         idle.put(reader)
-    pool = ThreadPoolExecutor(NUM_READERS)
+    pool = ThreadPoolExecutor(len(readers))
     total = sum(found[name].num_bytes for name in targets)
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:
@@ -334,8 +356,16 @@ def _read_mxfp4(reader: TensorReader, blocks: TensorEntry, scales: TensorEntry, 
 
 
 def _is_finite(view: torch.Tensor) -> bool:
-    """One pass at memory speed: the extremes are NaN if any element is, and infinite if one is."""
-    return view.numel() == 0 or all(bool(extreme.isfinite()) for extreme in view.aminmax())
+    """One pass at memory speed: the extremes are NaN if any element is, and infinite if one is.
+
+    A view that is not contiguous would be copied whole, so its dimensions are taken in the order of memory, where the
+    experts of a store are contiguous one by one.
+    """
+    if view.numel() == 0:
+        return True
+    ordered = view.permute(sorted(range(view.dim()), key=view.stride, reverse=True))
+    parts = [ordered] if ordered.is_contiguous() else ordered.unbind()
+    return all(bool(extreme.isfinite()) for part in parts for extreme in part.aminmax())
 
 
 def _resolve_tied_head(folder: Path, weights: ModelWeights) -> None:

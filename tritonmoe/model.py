@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.kv_cache import KVCache
-from tritonmoe.moe import Scratch, glu_mlp, moe_block, route
+from tritonmoe.moe import Experts, Hooks
 from tritonmoe.operations import MAX_STREAMED_TOKENS, Operations, operations
 from tritonmoe.rope import inverse_frequencies
 from tritonmoe.spec import ModelSpec
@@ -17,19 +15,28 @@ from tritonmoe.weights import ModelWeights
 
 
 class Decoder:
-    """A decoder-only Mixture-of-Experts model with all weights on one device."""
+    """A decoder-only Mixture-of-Experts model."""
 
-    def __init__(self, spec: ModelSpec, weights: ModelWeights, ops: Operations | None = None) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        ops: Operations | None = None,
+        experts: Experts | None = None,
+    ) -> None:
+        """`ops` and `experts` are the kernels of the weights' device and experts on that device unless given."""
         self.spec = spec
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        # Called with (layer, topk_ids [tokens, K] int32) after each router, by whoever studies routing.
-        self.on_route: Callable[[int, torch.Tensor], None] | None = None
         self._ops = operations(self.device) if ops is None else ops
-        self._scratch = Scratch.allocate(self.device)
+        self.experts = Experts(self._ops, spec, weights) if experts is None else experts
         ropes = {layer.attention.rope for layer in spec.layers}
         self._inv_freq = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
+
+    @property
+    def hooks(self) -> Hooks:
+        return self.experts.hooks
 
     @torch.inference_mode()
     def prefill(self, token_ids: torch.Tensor, start: int, cache: KVCache, last_only: bool = True) -> torch.Tensor:
@@ -61,8 +68,7 @@ class Decoder:
 
     def _layers(self, token_ids: torch.Tensor, tokens: Tokens, cache: KVCache) -> torch.Tensor:
         """token_ids [B · T] -> residual [B · T, H] after the last layer."""
-        spec, ops, scratch = self.spec, self._ops, self._scratch
-        multiplier, epsilon = spec.residual_multiplier, spec.norm_epsilon
+        spec, ops = self.spec, self._ops
         residual = F.embedding(token_ids, self.weights.embedding)
         if spec.embedding_multiplier != 1.0:
             residual = residual * spec.embedding_multiplier
@@ -73,22 +79,13 @@ class Decoder:
                 weights.attention,
                 residual,
                 weights.input_norm,
-                epsilon,
+                spec.norm_epsilon,
                 self._inv_freq[layer.attention.rope],
                 tokens,
                 cache.keys[layer_id],
                 cache.values[layer_id],
             )
-            if layer.moe is None or weights.moe is None:
-                assert weights.dense is not None
-                residual, x = ops.add_rms_norm(residual, delta, weights.post_norm, epsilon, multiplier)
-                residual = residual + glu_mlp(ops, weights.dense, x, scratch) * multiplier
-                continue
-            norm = weights.post_norm
-            routed = route(ops, layer.moe, weights.moe, residual, delta, norm, epsilon, multiplier, scratch)
-            if self.on_route is not None:
-                self.on_route(layer_id, routed.topk_ids)
-            residual = moe_block(ops, layer.moe, weights.moe, routed, multiplier, scratch)
+            residual = self.experts.layer(layer_id, residual, delta, is_prefill=tokens.start is not None)
         return residual
 
     def _logits(self, residual: torch.Tensor) -> torch.Tensor:

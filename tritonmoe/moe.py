@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
-from tritonmoe.spec import MoeSpec, RouterSpec
-from tritonmoe.weights import GluWeights, MoeWeights
+from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
+from tritonmoe.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import NormRouterOutput, Routing
 
@@ -29,6 +30,119 @@ class Scratch:
         )
 
 
+@dataclass
+class Hooks:
+    """Called during a forward pass, by whoever studies the model; not in captured steps."""
+
+    on_route: Callable[[int, torch.Tensor], None] | None = None  # layer, topk_ids [T, K] int32
+    on_experts: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # also their outputs [T, K, H]
+
+
+class Experts:
+    """Runs the MoE block of any layer with all experts on the device; subclasses keep them elsewhere."""
+
+    def __init__(self, ops: Operations, spec: ModelSpec, weights: ModelWeights) -> None:
+        self.hooks = Hooks()
+        self._ops = ops
+        self._spec = spec
+        self._weights = weights
+        self._scratch = Scratch.allocate(weights.embedding.device)
+
+    def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        """residual, delta (the attention's output) [T, H] -> the residual after the block [T, H]."""
+        layer, weights = self._spec.layers[layer_id], self._weights.layers[layer_id]
+        if layer.moe is None or weights.moe is None:
+            return self._dense(weights, residual, delta)
+        routed = self._route(layer_id, residual, delta, is_prefill)
+        if self.hooks.on_route is not None:
+            self.hooks.on_route(layer_id, routed.topk_ids)
+        out = routed.x.new_empty(*routed.topk_ids.shape, routed.x.shape[1])
+        weights_used = self._compute(layer_id, routed, out, is_prefill)
+        if self.hooks.on_experts is not None:
+            self.hooks.on_experts(layer_id, routed.topk_ids, out)
+        shared = self._shared(weights.moe, routed.x)
+        return self._ops.combine(out, weights_used, shared, routed.residual, self._spec.residual_multiplier)
+
+    def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
+        """Add the attention's output to the residual, norm it, choose experts."""
+        return self._true_routing(layer_id, residual, delta)
+
+    def _compute(self, layer_id: int, routed: NormRouterOutput, out: torch.Tensor, is_prefill: bool) -> torch.Tensor:
+        """Fill `out` [T, K, H] with the outputs of the chosen experts; returns the weights [T, K] to sum them with."""
+        moe = self._weights.layers[layer_id].moe
+        assert moe is not None
+        self._run_slots(layer_id, routed.x, routed.topk_ids, moe.experts, out)
+        return routed.topk_weights
+
+    def _true_routing(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor) -> NormRouterOutput:
+        spec, weights = self._moe(layer_id)
+        norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
+        rule, multiplier = routing_rule(spec.num_experts_per_tok, spec.router), self._spec.residual_multiplier
+        if len(residual) <= MAX_DECODE_TOKENS:
+            return self._ops.norm_router(
+                residual,
+                delta,
+                norm,
+                weights.router,
+                rule,
+                self._scratch.counter,
+                epsilon,
+                multiplier,
+                weights.router_bias,
+                weights.selection_bias,
+            )
+        residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, multiplier)
+        logits = reference.router_logits(x, weights.router, weights.router_bias)
+        return NormRouterOutput(residual, x, logits, *self._ops.route_topk(logits, rule, weights.selection_bias))
+
+    def _run_slots(
+        self, layer_id: int, x: torch.Tensor, slot_ids: torch.Tensor, slots: ExpertWeights, out: torch.Tensor
+    ) -> None:
+        """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are."""
+        spec, _ = self._moe(layer_id)
+        self._ops.expert_gemm(
+            x,
+            slot_ids,
+            slots.gate_up,
+            slots.down,
+            slots.gate_up_bias,
+            slots.down_bias,
+            spec.activation,
+            spec.swiglu_limit,
+            spec.swiglu_alpha,
+            out,
+            num_experts=spec.num_experts,
+        )
+
+    def _moe(self, layer_id: int) -> tuple[MoeSpec, MoeWeights]:
+        layer: LayerSpec = self._spec.layers[layer_id]
+        weights: LayerWeights = self._weights.layers[layer_id]
+        assert layer.moe is not None
+        assert weights.moe is not None
+        return layer.moe, weights.moe
+
+    def _dense(self, weights: LayerWeights, residual: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        assert weights.dense is not None
+        multiplier = self._spec.residual_multiplier
+        residual, x = self._ops.add_rms_norm(residual, delta, weights.post_norm, self._spec.norm_epsilon, multiplier)
+        return residual + self._glu_mlp(weights.dense, x) * multiplier
+
+    def _shared(self, weights: MoeWeights, x: torch.Tensor) -> torch.Tensor | None:
+        if weights.shared is None:
+            return None
+        shared = self._glu_mlp(weights.shared, x)
+        if weights.shared_gate is None:
+            return shared
+        return shared * F.linear(x, weights.shared_gate).sigmoid()
+
+    def _glu_mlp(self, weights: GluWeights, x: torch.Tensor) -> torch.Tensor:
+        """Dense SiLU-GLU: x [T, H] (normed) -> [T, H]. Few tokens stream it as an expert that every token chose."""
+        if len(x) > MAX_DECODE_TOKENS:
+            return reference.glu_mlp(x, weights.gate_up, weights.down)
+        slot_ids, out = self._scratch.first_slot[: len(x)], x.new_empty(len(x), 1, x.shape[1])
+        return self._ops.expert_gemm(x, slot_ids, weights.gate_up[None], weights.down[None], out=out).squeeze(1)
+
+
 def routing_rule(top_k: int, router: RouterSpec) -> Routing:
     """The part of a router's description that its kernel takes."""
     return Routing(
@@ -41,74 +155,3 @@ def routing_rule(top_k: int, router: RouterSpec) -> Routing:
         router.num_groups,
         router.topk_groups,
     )
-
-
-def route(
-    ops: Operations,
-    spec: MoeSpec,
-    weights: MoeWeights,
-    residual: torch.Tensor,
-    delta: torch.Tensor,
-    post_norm: torch.Tensor,
-    epsilon: float,
-    multiplier: float,
-    scratch: Scratch,
-) -> NormRouterOutput:
-    """Add the attention's output to the residual [T, H], norm it, choose experts."""
-    rule = routing_rule(spec.num_experts_per_tok, spec.router)
-    if len(residual) <= MAX_DECODE_TOKENS:
-        return ops.norm_router(
-            residual,
-            delta,
-            post_norm,
-            weights.router,
-            rule,
-            scratch.counter,
-            epsilon,
-            multiplier,
-            weights.router_bias,
-            weights.selection_bias,
-        )
-    residual, x = ops.add_rms_norm(residual, delta, post_norm, epsilon, multiplier)
-    logits = reference.router_logits(x, weights.router, weights.router_bias)
-    return NormRouterOutput(residual, x, logits, *ops.route_topk(logits, rule, weights.selection_bias))
-
-
-def moe_block(
-    ops: Operations,
-    spec: MoeSpec,
-    weights: MoeWeights,
-    routed: NormRouterOutput,
-    multiplier: float,
-    scratch: Scratch,
-) -> torch.Tensor:
-    """Routed plus shared expert output, added to the residual: [T, H]."""
-    experts = weights.experts
-    out = routed.x.new_empty(*routed.topk_ids.shape, routed.x.shape[1])  # every row of it is written
-    expert_out = ops.expert_gemm(
-        routed.x,
-        routed.topk_ids,
-        experts.gate_up,
-        experts.down,
-        experts.gate_up_bias,
-        experts.down_bias,
-        spec.activation,
-        spec.swiglu_limit,
-        spec.swiglu_alpha,
-        out,
-    )
-    shared = None
-    if weights.shared is not None:
-        shared = glu_mlp(ops, weights.shared, routed.x, scratch)
-        if weights.shared_gate is not None:
-            shared = shared * F.linear(routed.x, weights.shared_gate).sigmoid()
-    return ops.combine(expert_out, routed.topk_weights, shared, routed.residual, multiplier)
-
-
-def glu_mlp(ops: Operations, weights: GluWeights, x: torch.Tensor, scratch: Scratch) -> torch.Tensor:
-    """Dense SiLU-GLU: x [T, H] (normed) -> [T, H]. Few tokens stream it as an expert that every token chose."""
-    if len(x) > MAX_DECODE_TOKENS:
-        return reference.glu_mlp(x, weights.gate_up, weights.down)
-    slot_ids = scratch.first_slot[: len(x)]
-    out = x.new_empty(len(x), 1, x.shape[1])
-    return ops.expert_gemm(x, slot_ids, weights.gate_up[None], weights.down[None], out=out).squeeze(1)

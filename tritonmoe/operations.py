@@ -29,6 +29,7 @@ class Operations(NamedTuple):
     norm_router: Callable[..., Any]
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     route_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    speculate: Callable[..., Any]
     expert_gemm: Callable[..., torch.Tensor]
     combine: Callable[..., torch.Tensor]
 
@@ -56,6 +57,7 @@ REFERENCES = Operations(
     norm_router=references.norm_router_ref,
     add_rms_norm=references.add_rms_norm_ref,
     route_topk=references.route_topk_ref,
+    speculate=references.speculate_ref,
     expert_gemm=references.expert_gemm_ref,
     combine=references.combine_ref,
 )
@@ -67,7 +69,7 @@ def kernels() -> Operations:
         import triton  # noqa: F401
     except ImportError:
         raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
-    from tritonmoe_kernels import attention, expert_gemm, linear, norm_router, rope_qk
+    from tritonmoe_kernels import attention, expert_gemm, linear, norm_router, rope_qk, speculate
 
     return Operations(
         linear=linear.linear,
@@ -77,6 +79,7 @@ def kernels() -> Operations:
         norm_router=norm_router.norm_router,
         add_rms_norm=norm_router.add_rms_norm,
         route_topk=norm_router.route_topk,
+        speculate=speculate.speculate,
         expert_gemm=expert_gemm.expert_gemm,
         combine=expert_gemm.combine,
     )

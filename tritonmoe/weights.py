@@ -7,6 +7,7 @@ one pass.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -66,11 +67,19 @@ class ModelWeights:
     head: torch.Tensor  # [V, H]; the embedding itself where they are tied
 
 
+class HostExperts(Protocol):
+    """Where routed experts live if not on the device: an `ExpertStore`."""
+
+    def layer_weights(self, layer: int) -> ExpertWeights: ...
+
+
 class Allocator:
     """Makes the weight tensors: matrices in the model's dtype, norms and routing in float32."""
 
-    def __init__(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> None:
-        self.spec, self.device, self.dtype = spec, device, dtype
+    def __init__(
+        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: HostExperts | None = None
+    ) -> None:
+        self.spec, self.device, self.dtype, self.store = spec, device, dtype, store
 
     def matrix(self, *shape: int) -> torch.Tensor:
         return empty_tensor(shape, self.dtype, self.device)
@@ -83,18 +92,18 @@ class Allocator:
         embedding = self.matrix(spec.vocab_size, spec.hidden_size)
         return ModelWeights(
             embedding=embedding,
-            layers=[self.layer(layer) for layer in spec.layers],
+            layers=[self.layer(i, layer) for i, layer in enumerate(spec.layers)],
             final_norm=self.exact(spec.hidden_size),
             head=embedding if spec.tied_head else self.matrix(spec.vocab_size, spec.hidden_size),
         )
 
-    def layer(self, layer: LayerSpec) -> LayerWeights:
+    def layer(self, layer_id: int, layer: LayerSpec) -> LayerWeights:
         hidden = self.spec.hidden_size
         return LayerWeights(
             input_norm=self.exact(hidden),
             post_norm=self.exact(hidden),
             attention=self.attention(layer.attention),
-            moe=None if layer.moe is None else self.moe(layer.moe),
+            moe=None if layer.moe is None else self.moe(layer_id, layer.moe),
             dense=self.glu(layer.dense_size) if layer.moe is None else None,
         )
 
@@ -115,33 +124,56 @@ class Allocator:
     def glu(self, size: int) -> GluWeights:
         return GluWeights(self.matrix(2 * size, self.spec.hidden_size), self.matrix(self.spec.hidden_size, size))
 
-    def moe(self, spec: MoeSpec) -> MoeWeights:
-        hidden, experts, size = self.spec.hidden_size, spec.num_experts, spec.intermediate_size
+    def moe(self, layer_id: int, spec: MoeSpec) -> MoeWeights:
+        hidden, experts = self.spec.hidden_size, spec.num_experts
         return MoeWeights(
             router=self.exact(experts, hidden),
             router_bias=self.exact(experts) if spec.router.logit_bias else None,
             selection_bias=self.exact(experts) if spec.router.selection_bias else None,
-            experts=ExpertWeights(
-                gate_up=self.matrix(experts, 2 * size, hidden),
-                down=self.matrix(experts, hidden, size),
-                gate_up_bias=self.matrix(experts, 2 * size) if spec.expert_bias else None,
-                down_bias=self.matrix(experts, hidden) if spec.expert_bias else None,
-            ),
+            experts=self.experts(spec) if self.store is None else self.stored_experts(layer_id, spec, self.store),
             shared=self.glu(spec.shared_size) if spec.shared_size else None,
             shared_gate=self.matrix(1, hidden) if spec.shared_gate else None,
         )
 
+    def experts(self, spec: MoeSpec) -> ExpertWeights:
+        hidden, experts, size = self.spec.hidden_size, spec.num_experts, spec.intermediate_size
+        return ExpertWeights(
+            gate_up=self.matrix(experts, 2 * size, hidden),
+            down=self.matrix(experts, hidden, size),
+            gate_up_bias=self.matrix(experts, 2 * size) if spec.expert_bias else None,
+            down_bias=self.matrix(experts, hidden) if spec.expert_bias else None,
+        )
 
-def allocate(spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> ModelWeights:
-    """Uninitialised weights of the whole model on `device`; the loader fills every element."""
-    return Allocator(spec, device, dtype).model()
+    def stored_experts(self, layer_id: int, spec: MoeSpec, store: HostExperts) -> ExpertWeights:
+        weights = store.layer_weights(layer_id)
+        shape = (spec.num_experts, 2 * spec.intermediate_size, self.spec.hidden_size)
+        assert weights.gate_up.shape == shape, "the store was made for another model"
+        assert weights.gate_up.dtype == self.dtype, "the store was made for another dtype"
+        assert (weights.gate_up_bias is not None) == spec.expert_bias, "the store was made for another model"
+        return weights
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes that `allocate` takes, by running it on the meta device."""
+def allocate(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: HostExperts | None = None
+) -> ModelWeights:
+    """Uninitialised weights of the whole model on `device`; the loader fills every element.
+
+    With a `store` the routed experts of each layer are its views, in host memory, and all else is on `device`.
+    """
+    return Allocator(spec, device, dtype, store).model()
+
+
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, with_experts: bool = True) -> int:
+    """Bytes that `allocate` takes on the device, by running it on the meta device.
+
+    Without the routed experts: what is left there when a store holds those.
+    """
     weights = allocate(spec, torch.device("meta"), dtype)
-    seen = {id(tensor): tensor.nbytes for tensor in iter_tensors(weights)}
-    return sum(seen.values())
+    sizes = {id(tensor): tensor.nbytes for tensor in iter_tensors(weights)}
+    if not with_experts:
+        for tensor in iter_tensors([layer.moe.experts for layer in weights.layers if layer.moe is not None]):
+            del sizes[id(tensor)]
+    return sum(sizes.values())
 
 
 def iter_tensors(node: object) -> list[torch.Tensor]:

@@ -3,7 +3,7 @@
 A decode step is a chain of some hundred short kernels, and between two ordinary launches the GPU idles for one or two
 microseconds. Here every kernel of the chain does three things, in this order:
 
-1. reads what no kernel of the last two launches wrote: weights, mostly;
+1. reads what the launch before it does not write: weights, mostly;
 2. `await_inputs`: waits until the launch before it has ended and its writes are visible;
 3. `release_dependents`: lets the next launch begin its own first part.
 

@@ -90,21 +90,35 @@ def route_topk(
     The bias enters the choice only. Of `num_groups` equal groups only the `topk_groups` with the largest sum of
     their two best scores stay eligible (arXiv 2412.19437). Equal scores go to the lower id.
     """
-    if score == "topk_softmax":
-        ids = _largest(logits, top_k)
-        return ids, logits.gather(1, ids).softmax(-1) * scale
-    scores = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
-    choice = scores if selection_bias is None else scores + selection_bias.float()
+    choice = logits
+    if score != "topk_softmax":
+        choice = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+        choice = choice if selection_bias is None else choice + selection_bias.float()
     if num_groups > 1:
         grouped = choice.unflatten(-1, (num_groups, -1))
         best = _largest(grouped.topk(min(2, grouped.shape[-1]), dim=-1).values.sum(-1), topk_groups)
         eligible = torch.zeros_like(choice[:, :num_groups], dtype=torch.bool).scatter_(1, best, True)
         choice = grouped.masked_fill(~eligible[..., None], float("-inf")).view_as(choice)
     ids = _largest(choice, top_k)
-    weights = scores.gather(1, ids)
+    return ids, gate_weights(logits, ids, score, renormalize, renorm_epsilon, renorm_minimum, scale)
+
+
+def gate_weights(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    score: str,
+    renormalize: bool,
+    renorm_epsilon: float = 0.0,
+    renorm_minimum: float = 0.0,
+    scale: float = 1.0,
+) -> torch.Tensor:
+    """Weights [T, K] float32 of the experts `ids` [T, K] int64 by their logits [T, E], however they were chosen."""
+    if score == "topk_softmax":
+        return logits.gather(1, ids).softmax(-1) * scale
+    weights = (logits.softmax(-1) if score == "softmax" else logits.sigmoid()).gather(1, ids)
     if renormalize:
         weights = weights / (weights.sum(-1, keepdim=True) + renorm_epsilon).clamp(min=renorm_minimum)
-    return ids, weights * scale
+    return weights * scale
 
 
 def _largest(values: torch.Tensor, count: int) -> torch.Tensor:

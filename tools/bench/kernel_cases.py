@@ -161,8 +161,11 @@ def experts(
             combine(out, weights, residual=x, out=combined)
 
     distinct = len(chosen[0].unique()) if tokens > 1 else top_k
-    num_bytes = distinct * record + 4 * tokens * top_k * hidden * dtype.itemsize
-    return Case([partial(launch, ids) for ids in chosen], num_bytes, 6 * tokens * top_k * hidden * size, kernels=3)
+    row, flops = hidden * dtype.itemsize, 6 * tokens * top_k * hidden * size
+    products, reduction = distinct * record + tokens * (1 + top_k) * row, tokens * (2 + top_k) * row
+    num_bytes = {"all": products + reduction, "gemm": products, "combine": reduction}[parts]
+    kernels = {"all": 3, "gemm": 2, "combine": 1}[parts]
+    return Case([partial(launch, ids) for ids in chosen], num_bytes, 0 if parts == "combine" else flops, kernels)
 
 
 def sorting(tokens: int, top_k: int, num_experts: int, _dtype: torch.dtype) -> Case:

@@ -17,14 +17,14 @@ def probe(decoder: Decoder, ours: Ours, tokens: list[list[int]]) -> list[dict[st
     """
     inputs = [ours.first_tokens, *tokens][: min(PROBED_STEPS, len(tokens))]
     found: dict[int, list[set[int]]] = {}
-    decoder.on_route = lambda layer, ids: found.setdefault(layer, []).append(set(ids.flatten().tolist()))
+    decoder.hooks.on_route = lambda layer, ids: found.setdefault(layer, []).append(set(ids.flatten().tolist()))
     try:
         for i, step_tokens in enumerate(inputs):
             position = ours.context + i
             ids = torch.tensor(step_tokens, device=decoder.device)
             decoder.decode(ids, torch.full_like(ids, position), ours.cache, position + 1)
     finally:
-        decoder.on_route = None
+        decoder.hooks.on_route = None
     return [
         {"per_step": sum(len(ids) for ids in layer) / len(layer), "over_all": len(set().union(*layer))}
         for layer in found.values()

@@ -1,0 +1,305 @@
+"""Experts in host memory give the bits of experts on the device, whatever slots, predictors and copies do."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_architectures import parse
+
+from tritonmoe.copy_engine import Copy, CopyEngine, ThreadCopies, copy_engine
+from tritonmoe.expert_store import ExpertStore
+from tritonmoe.kv_cache import KVCache
+from tritonmoe.model import Decoder
+from tritonmoe.offload import OffloadedExperts
+from tritonmoe.operations import Operations, operations
+from tritonmoe.policy import Policy, resolve
+from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
+from tritonmoe.spec import ModelSpec
+from tritonmoe.weights import ModelWeights, allocate, iter_tensors
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+QWEN3 = {"num_hidden_layers": 4, "num_experts": 8, "num_experts_per_tok": 2}
+SPECS: dict[str, dict[str, Any]] = {
+    "qwen3": QWEN3,
+    "dense-layer": {**QWEN3, "mlp_only_layers": [1]},
+    "gpt_oss": {
+        "base": {
+            "model_type": "gpt_oss", "vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 3,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 32,
+            "num_local_experts": 6, "num_experts_per_tok": 2, "sliding_window": 8, "rope_theta": 10000.0,
+            "max_position_embeddings": 4096, "rms_norm_eps": 1e-5, "attention_bias": True,
+            "tie_word_embeddings": False, "rope_scaling": None,
+        },
+    },
+}  # fmt: skip
+STEPS = 12
+
+
+def make_spec(name: str) -> ModelSpec:
+    return parse(**{"max_position_embeddings": 4096, **SPECS[name]})
+
+
+def noise(spec: ModelSpec, seed: int = 0) -> ModelWeights:
+    """Random weights whose routers spread tokens over experts."""
+    weights = allocate(spec, DEVICE, torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    for tensor in iter_tensors(weights):
+        values = 0.25 * torch.randn(tensor.shape, generator=generator)
+        tensor.copy_(values + 1.0 if tensor.ndim == 1 else values)
+    return weights
+
+
+def predictor(policy: Policy, ops: Operations, spec: ModelSpec, weights: ModelWeights, trace: Any = None) -> Predictor:
+    if policy.predictor in ("residual", "quasi-hidden"):
+        experts = max(layer.moe.num_experts for layer in spec.layers if layer.moe)
+        vectors = torch.randn(len(spec.layers), experts, spec.hidden_size, generator=torch.Generator().manual_seed(5))
+        defaults = 0.1 * vectors.to(DEVICE) if policy.predictor == "quasi-hidden" else None
+        return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, defaults)
+    if policy.predictor in ("previous-token", "oracle"):
+        return HostPredictor(spec, policy.lookahead, trace)
+    return Predictor()
+
+
+class Offloaded:
+    """A decoder with experts in a store, beside the weights it was copied from."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: ModelWeights,
+        num_slots: int,
+        policy: Policy,
+        make_copies: Callable[..., CopyEngine] = copy_engine,
+        trace: Any = None,
+    ) -> None:
+        ops = operations(DEVICE)
+        self.store = ExpertStore.allocate(spec, torch.float32)
+        for i, layer in enumerate(weights.layers):
+            if layer.moe is not None:
+                for view, tensor in zip(
+                    iter_tensors(self.store.layer_weights(i)), iter_tensors(layer.moe.experts), strict=True
+                ):
+                    view.copy_(tensor)
+        guess = predictor(policy, ops, spec, weights, trace)
+        self.experts = OffloadedExperts(ops, spec, weights, self.store, num_slots, policy, guess, None, make_copies)
+        self.decoder = Decoder(spec, weights, ops, self.experts)
+
+    def check(self) -> None:
+        """Everything that was counted was moved, and nothing is pinned between steps but what is foretold."""
+        self.experts.scheduler.check_integrity()
+        self.experts.settle()
+        assert self.experts.counters.moved_records() == self.experts.copies.num_copies
+
+
+def generate(decoder: Decoder, batch: int, prompt_length: int = 9, steps: int = STEPS) -> torch.Tensor:
+    """Logits [1 + steps, B, V] of a prompt and greedy steps after it."""
+    spec = decoder.spec
+    cache = KVCache.allocate(spec, batch, prompt_length + steps + 1, DEVICE, torch.float32)
+    generator = torch.Generator().manual_seed(batch)
+    prompt = torch.randint(spec.vocab_size, (batch, prompt_length), generator=generator).to(DEVICE)
+    logits = [decoder.prefill(prompt, 0, cache)]
+    for i in range(steps):
+        positions = torch.full((batch,), prompt_length + i, device=DEVICE)
+        logits.append(decoder.decode(logits[-1].argmax(-1), positions, cache, prompt_length + i + 1))
+    return torch.stack(logits)
+
+
+POLICIES = {
+    "on-demand": resolve("on-demand"),
+    "lfu": resolve("on-demand", eviction="lfu"),
+    "residual": resolve("exact", predictor="residual"),
+    "quasi-hidden": resolve("exact"),
+    "lookahead": resolve("exact", lookahead=3, candidates=2),
+    "previous-token": resolve("exact", predictor="previous-token"),
+}
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bits_of_the_resident_run(name: str, policy: str, batch: int) -> None:
+    """Pools from the fewest slots to all experts; four rows want more experts at once than the small ones have."""
+    spec = make_spec(name)
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), batch)
+    moe = [layer.moe for layer in spec.layers if layer.moe is not None]
+    everything = len(moe) * moe[0].num_experts
+    for num_slots in (1, 2, 3, 5, everything // 2, everything):
+        offloaded = Offloaded(spec, weights, num_slots, POLICIES[policy])
+        assert torch.equal(generate(offloaded.decoder, batch), expected), f"{num_slots} slots"
+        offloaded.check()
+        offloaded.experts.close()
+
+
+def test_a_recorded_trace_foretells_everything() -> None:
+    """Replaying what was routed, every expert of a later layer is on its way before it is asked for."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    decoder, steps = Decoder(spec, weights), []
+
+    def record(layer: int, ids: torch.Tensor) -> None:
+        if len(ids) == 1:
+            if layer == 0:
+                steps.append([])
+            steps[-1].append(ids.cpu().numpy().copy())
+
+    decoder.hooks.on_route = record
+    # A prompt of two tokens: one that wants nearly all experts would have the next layer's fetched ahead unseen.
+    expected = generate(decoder, 1, prompt_length=2)
+    offloaded = Offloaded(spec, weights, 8, resolve("exact", predictor="oracle"), trace=steps)
+    assert torch.equal(generate(offloaded.decoder, 1, prompt_length=2), expected)
+    offloaded.check()
+    for layer in offloaded.experts.counters.layers[1:]:
+        assert layer.recall == 1.0
+        assert layer.prefetched_wasted == 0
+
+
+class FaultyCopies(ThreadCopies):
+    """Copies that take their time, in any order; the slot holds NaN until its copy is complete."""
+
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
+        super().__init__(slots, landed, depth=4)
+        self._random = random.Random(0)
+        self.poisoned = slots.fill_(float("nan"))
+
+    def _start(self, copy: Copy) -> None:
+        self._slots[copy.slot].fill_(float("nan"))
+        super()._start(copy)
+
+    def _copy(self, copy: Copy) -> None:
+        time.sleep(self._random.choice((0.0, 0.0, 0.001)))
+        super()._copy(copy)
+
+    def pump(self) -> None:
+        for queue in self._queues.values():
+            shuffled = list(queue)
+            self._random.shuffle(shuffled)
+            queue.clear()
+            queue.extend(shuffled)
+        super().pump()
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="copies by a thread are the CPU's")
+@pytest.mark.parametrize("policy", ["on-demand", "quasi-hidden", "lookahead"])
+@pytest.mark.parametrize("num_slots", [2, 5, 9])
+def test_slow_and_reordered_copies(policy: str, num_slots: int) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 2)
+    offloaded = Offloaded(spec, weights, num_slots, POLICIES[policy], FaultyCopies)
+    assert torch.equal(generate(offloaded.decoder, 2), expected)
+    offloaded.check()
+    offloaded.experts.close()
+
+
+def test_a_slot_without_its_copy_shows() -> None:
+    """The check on the checks: a copy engine that forgets one copy changes the result."""
+
+    class Forgetful(ThreadCopies):
+        def _copy(self, copy: Copy) -> None:
+            if self.num_copies != 7:
+                super()._copy(copy)
+
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = Offloaded(spec, weights, 4, POLICIES["on-demand"], Forgetful)
+    assert not torch.equal(generate(offloaded.decoder, 1), expected)
+
+
+def test_without_a_cache_every_layer_fetches_its_experts() -> None:
+    """k records per layer and token, the last layer included, where nothing can be reused."""
+    spec = make_spec("qwen3")
+    offloaded = Offloaded(spec, noise(spec), 2, POLICIES["on-demand"])
+    generate(offloaded.decoder, 1, prompt_length=1, steps=5)
+    for layer in offloaded.experts.counters.layers:
+        assert (layer.demand, layer.hits, layer.prefetched) == (2 * 6, 0, 0)
+    assert offloaded.experts.copies.num_copies == 4 * 2 * 6
+
+
+@pytest.mark.parametrize("gate", ["speculated", "routed"])
+def test_speculated_execution_runs_the_foretold_experts(gate: str) -> None:
+    """Each layer but the first runs the experts its predecessor foretold, with the guess's or the router's weights."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    policy = resolve("router-pf", gate=gate)
+    offloaded = Offloaded(spec, weights, 16, policy)
+    guesses: dict[int, Any] = {}
+    guess = offloaded.experts.predictor.guess
+
+    def watch(layer: int, routed: Any) -> Any:
+        found = guess(layer, routed)
+        guesses.update(found)
+        return found
+
+    offloaded.experts.predictor.guess = watch  # type: ignore[method-assign]
+    seen: dict[int, torch.Tensor] = {}
+    offloaded.decoder.hooks.on_route = seen.__setitem__
+    generate(offloaded.decoder, 1, steps=1)
+    for layer in (1, 2, 3):
+        assert torch.equal(seen[layer], guesses[layer].ids[:, :2])
+    offloaded.check()
+
+
+def test_miss_tolerance_leaves_light_experts_out_and_says_so() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    exact = generate(Decoder(spec, weights), 1)
+    offloaded = Offloaded(spec, weights, 2, resolve("on-demand", miss_tolerance=0.45))
+    assert not torch.equal(generate(offloaded.decoder, 1), exact)
+    total = offloaded.experts.counters.total()
+    assert total.left_out > 0
+    assert 0 < total.left_out_mass < 0.45 * total.left_out
+    offloaded.check()
+    offloaded = Offloaded(spec, weights, 2, resolve("on-demand", miss_tolerance=1e-9))
+    assert torch.equal(generate(offloaded.decoder, 1), exact)
+
+
+def test_two_generations_with_the_pool_resized_between() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = Offloaded(spec, weights, 5, POLICIES["quasi-hidden"])
+    for num_slots in (None, 3, 20, 2):
+        if num_slots is not None:
+            offloaded.experts.resize(num_slots)
+        assert torch.equal(generate(offloaded.decoder, 1), expected)
+        offloaded.check()
+
+
+def test_interrupted_in_the_middle_of_a_layer() -> None:
+    """What was planned or under way is given up; the next generation is right."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = Offloaded(spec, weights, 6, POLICIES["quasi-hidden"])
+    original = offloaded.experts._run_slots
+    for calls in (3, 8, 15, 21):
+        left = [calls]
+
+        def interrupted(*arguments: Any, left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            original(*arguments)
+
+        offloaded.experts._run_slots = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            generate(offloaded.decoder, 1)
+        offloaded.experts._run_slots = original  # type: ignore[method-assign]
+        assert torch.equal(generate(offloaded.decoder, 1), expected)
+        offloaded.check()
+
+
+def test_a_thousand_steps_with_the_fewest_slots() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1, steps=1000)
+    offloaded = Offloaded(spec, weights, 4, POLICIES["quasi-hidden"])
+    assert torch.equal(generate(offloaded.decoder, 1, steps=1000), expected)
+    offloaded.check()

@@ -1,0 +1,267 @@
+"""Compute the default vectors of a model: the unweighted mean output of each expert over the tokens that chose it.
+
+One pass over text files, or over a sample of its own, in which every layer routes as in any prefill; experts may be in
+host memory. Writes a safetensors file that names its model, and prints how often experts were chosen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+from random import Random
+from typing import NoReturn
+
+import torch
+from tqdm import tqdm
+
+from nano.stories import tell
+from nano.tasks import training_items
+from tritonmoe import Engine
+from tritonmoe.default_vectors import DefaultVectors, model_identity, moe_layers, vector_shape
+from tritonmoe.engine import EMBEDDED
+from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.model import Decoder
+from tritonmoe.sampling import NOT_FINITE
+from tritonmoe.session import allocate_cache, prefill_chunk
+from tritonmoe.spec import ModelSpec
+from tritonmoe.tokenizer import Tokenizer
+
+WINDOW = 4096  # tokens that see each other, where the model's context is not shorter
+PIECE_CHARACTERS = 1 << 16  # of a file in memory at once
+SLICE_TOKENS = 256  # whose outputs are in float64 at once: 32 MiB for 8 experts of a token and a hidden size of 2048
+NANO_TASKS, NANO_STORIES = 1200, 400  # about the shares they have in its training
+SAMPLE = (
+    # Jane Austen, Pride and Prejudice (1813)
+    """\
+It is a truth universally acknowledged, that a single man in possession of a good fortune, must be in want of a wife.
+
+However little known the feelings or views of such a man may be on his first entering a neighbourhood, this truth is so
+well fixed in the minds of the surrounding families, that he is considered as the rightful property of some one or other
+of their daughters.
+
+"My dear Mr. Bennet," said his lady to him one day, "have you heard that Netherfield Park is let at last?"
+
+Mr. Bennet replied that he had not.
+
+"But it is," returned she; "for Mrs. Long has just been here, and she told me all about it."
+""",
+    # Lewis Carroll, Alice's Adventures in Wonderland (1865)
+    """\
+Alice was beginning to get very tired of sitting by her sister on the bank, and of having nothing to do: once or twice
+she had peeped into the book her sister was reading, but it had no pictures or conversations in it, "and what is the use
+of a book," thought Alice, "without pictures or conversations?"
+
+So she was considering in her own mind (as well as she could, for the hot day made her feel very sleepy and stupid),
+whether the pleasure of making a daisy-chain would be worth the trouble of getting up and picking the daisies, when
+suddenly a White Rabbit with pink eyes ran close by her.
+""",
+    # Abraham Lincoln at Gettysburg (1863)
+    """\
+Four score and seven years ago our fathers brought forth on this continent, a new nation, conceived in Liberty, and
+dedicated to the proposition that all men are created equal.
+
+Now we are engaged in a great civil war, testing whether that nation, or any nation so conceived and so dedicated, can
+long endure. We are met on a great battle-field of that war. We have come to dedicate a portion of that field, as a
+final resting place for those who here gave their lives that that nation might live. It is altogether fitting and proper
+that we should do this.
+""",
+    # Charles Darwin, On the Origin of Species (1859)
+    """\
+When on board H.M.S. 'Beagle,' as naturalist, I was much struck with certain facts in the distribution of the
+inhabitants of South America, and in the geological relations of the present to the past inhabitants of that continent.
+These facts seemed to me to throw some light on the origin of species, that mystery of mysteries, as it has been called
+by one of our greatest philosophers.
+""",
+    # Franz Kafka, Die Verwandlung (1915); Jean-Jacques Rousseau, Du contrat social (1762)
+    """\
+Als Gregor Samsa eines Morgens aus unruhigen Träumen erwachte, fand er sich in seinem Bett zu einem ungeheueren
+Ungeziefer verwandelt.
+
+L'homme est né libre, et partout il est dans les fers. Tel se croit le maître des autres, qui ne laisse pas d'être plus
+esclave qu'eux.
+""",
+    """\
+def primes(limit):
+    \"\"\"All prime numbers below a limit, by the sieve of Eratosthenes.\"\"\"
+    is_prime = [True] * limit
+    for number in range(2, int(limit**0.5) + 1):
+        if is_prime[number]:
+            for multiple in range(number * number, limit, number):
+                is_prime[multiple] = False
+    return [number for number in range(2, limit) if is_prime[number]]
+
+
+SELECT name, COUNT(*) AS orders FROM customers JOIN orders USING (customer_id) GROUP BY name ORDER BY orders DESC;
+
+{"id": 17, "tags": ["red", "small"], "price": 4.25, "in_stock": true}
+""",
+    """\
+Question: A train leaves at 9:40 and travels 150 km at 60 km/h. When does it arrive?
+Answer: 150 / 60 = 2.5, so it travels for 2 hours and 30 minutes. 9:40 plus 2:30 is 12:10. It arrives at 12:10.
+
+Question: What is the sum of the first ten odd numbers?
+Answer: The sum of the first n odd numbers is n squared. For n = 10 it is 10 * 10 = 100.
+""",
+)
+
+
+class Accumulator:
+    """Sums and counts of expert outputs, as they come from a decoder's `on_experts`. Sums are kept on the host, in
+    float64, where the device's memory is full of slots."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        shape = vector_shape(spec)
+        self.sums = torch.zeros(shape, dtype=torch.float64)
+        self.counts = torch.zeros(shape[:2], dtype=torch.int64)
+        self._rows = {layer_id: row for row, layer_id in enumerate(moe_layers(spec))}
+
+    def add(self, layer_id: int, topk_ids: torch.Tensor, expert_out: torch.Tensor) -> None:
+        """topk_ids [T, K] of a layer and the outputs [T, K, H] of these experts, on any device."""
+        row = self._rows[layer_id]
+        sums = torch.zeros(self.sums.shape[1:], dtype=torch.float64, device=expert_out.device)
+        for ids, out in zip(topk_ids.split(SLICE_TOKENS), expert_out.split(SLICE_TOKENS), strict=True):
+            sums.index_add_(0, ids.flatten().long(), out.flatten(0, 1).double())
+        self.sums[row] += sums.cpu()
+        self.counts[row] += topk_ids.flatten().bincount(minlength=len(sums)).cpu()
+
+    def vectors(self) -> DefaultVectors:
+        return DefaultVectors.from_sums(self.sums, self.counts)
+
+
+def calibrate(decoder: Decoder, windows: Iterable[Sequence[int]], length: int) -> Iterator[tuple[int, Accumulator]]:
+    """Run every window, of at most `length` tokens, by itself; yields its size and what there is up to then."""
+    found = Accumulator(decoder.spec)
+    cache = allocate_cache(decoder, 1, length)  # written anew from its start by each window
+    chunk = prefill_chunk(decoder.device)
+    decoder.hooks.on_experts = found.add
+    try:
+        for window in windows:
+            for start in range(0, len(window), chunk):
+                ids = torch.tensor([window[start : start + chunk]], device=decoder.device)
+                decoder.prefill(ids, start, cache)
+            yield len(window), found
+    finally:
+        decoder.hooks.on_experts = None
+
+
+def windows_of(texts: Iterable[Iterable[str]], tokenizer: Tokenizer, length: int, limit: int) -> Iterator[list[int]]:
+    """The first `limit` tokens of all texts, each given in pieces, cut into windows of `length`. Texts follow one
+    another, an end-of-text token in front of each where the tokenizer has one."""
+    end = None if tokenizer.eos_token is None else tokenizer.token_to_id(tokenizer.eos_token)
+    separator = [] if end is None else [end]
+    encoded = chain.from_iterable(
+        chain(separator, chain.from_iterable(tokenizer.encode(piece) for piece in text)) for text in texts
+    )
+    tokens = islice(encoded, limit)
+    while window := list(islice(tokens, length)):
+        yield window
+
+
+def pieces(path: Path) -> Iterator[str]:
+    """A UTF-8 file in pieces that end with a line; InputError where it is none."""
+    try:
+        with path.open(encoding="utf-8") as stream:
+            while piece := stream.read(PIECE_CHARACTERS):
+                yield piece + stream.readline()
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputError(f"{path} is not UTF-8; convert it first") from None
+
+
+def built_in(model: str) -> tuple[str, list[str]]:
+    """What the sample is called, and its texts: for the embedded model also what it was trained on, none of it from
+    its test split."""
+    if model != EMBEDDED:
+        return "built-in sample", list(SAMPLE)
+    rng = Random(0)
+    stories = [tell(rng).text for _ in range(NANO_STORIES)]
+    texts = [*SAMPLE, *(task.text for task in training_items(NANO_TASKS, seed=0)), *stories]
+    rng.shuffle(texts)
+    return "built-in sample, tasks and stories", texts
+
+
+def report(spec: ModelSpec, counts: torch.Tensor, tokens: int) -> list[str]:
+    """Lines that say, by layer, how often experts were chosen."""
+    lines = [f"{tokens} tokens; how often an expert of a layer was chosen:", "layer    least     most   unseen"]
+    for layer_id, row in zip(moe_layers(spec), counts, strict=True):
+        lines.append(f"{layer_id:5} {int(row.min()):8} {int(row.max()):8} {int((row == 0).sum()):8}")
+    unseen = int((counts == 0).sum())
+    if unseen:
+        lines.append(f"{unseen} of {counts.numel()} experts were never chosen and get the mean of their layer")
+    return lines
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports a mistake in one line instead of the whole usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise InputError(f"{message} (--help lists the options)")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")
+    parser.add_argument("--model", default=EMBEDDED, help="a folder, a hub id, or 'nano': the embedded model (default)")
+    parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="at most N (default: %(default)s)")
+    parser.add_argument("--max-context", type=int, metavar="N", help=f"tokens of a window (default: at most {WINDOW})")
+    parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    return parser
+
+
+def run(options: argparse.Namespace) -> None:
+    if options.tokens < 1:
+        raise InputError(f"--tokens must be at least 1, not {options.tokens}")
+    if not options.out.parent.is_dir():
+        raise InputError(f"--out {options.out}: there is no such folder")
+    for path in options.texts:
+        next(pieces(path), None)  # a mistake should not cost the time to load the model
+    if options.texts:
+        corpus, texts = ", ".join(path.name for path in options.texts), map(pieces, options.texts)
+    else:
+        corpus, whole = built_in(options.model)
+        texts = ([text] for text in whole)
+    engine = Engine.from_pretrained(
+        options.model,
+        dtype=options.dtype,
+        device=options.device,
+        max_context=options.max_context,
+        progress=sys.stderr.isatty(),
+    )
+    decoder, spec = engine.decoder, engine.decoder.spec
+    length = engine.max_context if options.max_context is not None else min(engine.max_context, WINDOW)
+    windows = windows_of(texts, engine.tokenizer, length, options.tokens)
+    tokens, found = 0, None
+    with tqdm(total=options.tokens, unit="token", desc="calibrating", disable=None, leave=False) as bar:
+        for size, found in calibrate(decoder, windows, length):  # noqa: B007
+            tokens += size
+            bar.update(size)
+    if found is None:
+        raise InputError("the text is empty")
+    result = found.vectors()
+    if not result.vectors.isfinite().all():
+        raise InputError(NOT_FINITE)
+    result.save(options.out, model_identity(spec, decoder.weights), f"{corpus}: {tokens} tokens")
+    print("\n".join(report(spec, result.counts, tokens)))
+    print(f"written to {options.out}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        run(build_parser().parse_args(arguments))
+    except TritonMoeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

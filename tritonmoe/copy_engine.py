@@ -1,0 +1,183 @@
+"""Moves expert records from host memory into slots: the one owner of copy streams, events and their order.
+
+A copy is `submit`ted with a priority, starts when fewer than `depth` copies are under way, and can be cancelled until
+then. Demand goes before prefetch. What computes calls `wait` before it reads slots and `release` after it has enqueued
+the last read of them; a copy into a released slot waits for that read. On a GPU both are events between streams, so the
+host never waits; on a CPU a thread copies beside the one that computes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+DEPTH = 3  # copies under way: enough for the link to be busy until the host looks again
+
+
+class Priority(IntEnum):
+    DEMAND = 0
+    PREFETCH = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Copy:
+    """A record on its way into a slot."""
+
+    record: torch.Tensor  # [N] on the host
+    slot: int
+    epoch: int
+
+
+class CopyEngine:
+    """The queue; how a copy is made is a subclass's."""
+
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
+        """`slots` [S, N] on the device that computes; `landed(slot, epoch)` is told of each copy that is complete."""
+        self._slots = slots
+        self._landed = landed
+        self._depth = depth
+        self._queues: dict[Priority, deque[Copy]] = {priority: deque() for priority in Priority}
+        self._started: dict[int, Copy] = {}  # by slot, in the order of their start
+        self.num_copies = 0
+
+    def submit(self, record: torch.Tensor, slot: int, epoch: int, priority: Priority) -> None:
+        """Queue a copy; `pump` starts it."""
+        self._queues[priority].append(Copy(record, slot, epoch))
+
+    def cancel(self, slot: int, epoch: int) -> bool:
+        """Take a copy back that has not started; False where it is too late."""
+        for queue in self._queues.values():
+            for copy in queue:
+                if copy.slot == slot and copy.epoch == epoch:
+                    queue.remove(copy)
+                    return True
+        return False
+
+    def pump(self) -> None:
+        """Report what has landed, start what may start. Cheap: to be called whenever the host has nothing to do."""
+        for slot in [slot for slot, copy in self._started.items() if self._is_done(copy)]:
+            copy = self._started.pop(slot)
+            self._landed(copy.slot, copy.epoch)
+        while len(self._started) < self._depth:
+            queue = next((queue for queue in self._queues.values() if queue), None)
+            if queue is None:
+                return
+            self._begin(queue.popleft())
+
+    def wait(self, slots: Iterable[int]) -> None:
+        """Make what is computed from now on wait for the copies into these slots, starting them if need be."""
+        for slot in slots:
+            for queue in self._queues.values():
+                queued = next((copy for copy in queue if copy.slot == slot), None)
+                if queued is not None:
+                    queue.remove(queued)
+                    self._begin(queued)
+            copy = self._started.get(slot)
+            if copy is not None:
+                self._await(copy)
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Everything enqueued so far may read these slots; later copies into them come after it."""
+
+    def drain(self) -> None:
+        """Wait until nothing is queued or under way."""
+        while self._started or any(self._queues.values()):
+            self.pump()
+            for copy in list(self._started.values()):
+                self._finish(copy)
+
+    def close(self) -> None:
+        """Drop what is queued and wait for what is under way."""
+        for queue in self._queues.values():
+            queue.clear()
+        self.drain()
+
+    def _begin(self, copy: Copy) -> None:
+        self.num_copies += 1
+        self._started[copy.slot] = copy
+        self._start(copy)
+
+    def _start(self, copy: Copy) -> None:
+        raise NotImplementedError
+
+    def _is_done(self, copy: Copy) -> bool:
+        raise NotImplementedError
+
+    def _await(self, copy: Copy) -> None:
+        """Order the computation after the copy."""
+        raise NotImplementedError
+
+    def _finish(self, copy: Copy) -> None:
+        """Wait, on the host, until the copy is complete."""
+        raise NotImplementedError
+
+
+class StreamCopies(CopyEngine):
+    """Copies on a CUDA stream of their own, ordered against the current stream by events."""
+
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
+        super().__init__(slots, landed, depth)
+        self._stream = torch.cuda.Stream(slots.device)
+        self._events: dict[int, torch.cuda.Event] = {}  # of the last copy into a slot
+        self._reads: dict[int, torch.cuda.Event] = {}  # after the last read of a slot
+
+    def release(self, slots: Iterable[int]) -> None:
+        event = torch.cuda.Event()
+        event.record()
+        self._reads.update((slot, event) for slot in slots)
+
+    def _start(self, copy: Copy) -> None:
+        read = self._reads.pop(copy.slot, None)
+        if read is not None:
+            self._stream.wait_event(read)
+        with torch.cuda.stream(self._stream):
+            self._slots[copy.slot].copy_(copy.record, non_blocking=True)
+            event = self._events[copy.slot] = torch.cuda.Event()
+            event.record()
+
+    def _is_done(self, copy: Copy) -> bool:
+        return self._events[copy.slot].query()
+
+    def _await(self, copy: Copy) -> None:
+        torch.cuda.current_stream().wait_event(self._events[copy.slot])
+
+    def _finish(self, copy: Copy) -> None:
+        self._events[copy.slot].synchronize()
+
+
+class ThreadCopies(CopyEngine):
+    """Copies within main memory by another thread; the computation is the host's own, so waiting is waiting."""
+
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
+        super().__init__(slots, landed, depth)
+        self._threads = ThreadPoolExecutor(1, thread_name_prefix="expert-copies")
+        self._done: dict[int, Future[object]] = {}
+
+    def close(self) -> None:
+        super().close()
+        self._threads.shutdown()
+
+    def _copy(self, copy: Copy) -> None:
+        self._slots[copy.slot].copy_(copy.record)
+
+    def _start(self, copy: Copy) -> None:
+        self._done[copy.slot] = self._threads.submit(self._copy, copy)
+
+    def _is_done(self, copy: Copy) -> bool:
+        return self._done[copy.slot].done()
+
+    def _await(self, copy: Copy) -> None:
+        self._done[copy.slot].result()
+
+    def _finish(self, copy: Copy) -> None:
+        self._done[copy.slot].result()
+
+
+def copy_engine(slots: torch.Tensor, landed: Callable[[int, int], object]) -> CopyEngine:
+    """The engine for slots on this device."""
+    return (StreamCopies if slots.is_cuda else ThreadCopies)(slots, landed)

@@ -1,0 +1,229 @@
+"""All routed experts of a model in host memory, each one contiguous record that a single copy moves.
+
+Dimensions: E experts of a layer, H hidden size, I intermediate size, S slots or records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tritonmoe.errors import ConfigError
+from tritonmoe.memory import HUGE_PAGE_BYTES, empty_tensor
+from tritonmoe.spec import ModelSpec
+from tritonmoe.weights import ExpertWeights
+
+logger = logging.getLogger(__name__)
+
+# Records that are not a multiple of 16 bytes lost 15-25 % when a kernel gathered them; 256 suits every engine.
+ALIGNMENT_BYTES = 256
+ARENA_BYTES = 16 << 30  # few registrations, of about a second each
+MAPPED_BYTES = 4 * HUGE_PAGE_BYTES  # from here on `empty_tensor` maps pages that nothing else shares
+REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2  # cudaHostRegister: for every device, and readable by kernels
+
+
+@dataclass(frozen=True)
+class RecordLayout:
+    """Where the parts of an expert lie in its record: gate_up, down, then their biases, each at a multiple of 256
+    bytes. The padding between them is never written or read."""
+
+    hidden: int
+    intermediate: int
+    dtype: torch.dtype
+    has_bias: bool
+
+    @classmethod
+    def of(cls, spec: ModelSpec, dtype: torch.dtype) -> RecordLayout:
+        """The layout that all experts of the model share; ConfigError where they have none in common."""
+        kinds = {(layer.moe.intermediate_size, layer.moe.expert_bias) for layer in spec.layers if layer.moe is not None}
+        if not kinds:
+            raise ConfigError(f"this {spec.model_type} model has no routed experts to keep in host memory")
+        if len(kinds) > 1:
+            sizes = ", ".join(f"{size} {'with' if bias else 'without'} bias" for size, bias in sorted(kinds))
+            raise ConfigError(f"the experts of this {spec.model_type} model differ between layers ({sizes})")
+        intermediate, has_bias = kinds.pop()
+        return cls(spec.hidden_size, intermediate, dtype, has_bias)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each part, by its field in `ExpertWeights`, in the order of the record."""
+        hidden, rows = self.hidden, 2 * self.intermediate
+        matrices = {"gate_up": (rows, hidden), "down": (hidden, self.intermediate)}
+        return {**matrices, "gate_up_bias": (rows,), "down_bias": (hidden,)} if self.has_bias else matrices
+
+    @property
+    def offsets(self) -> dict[str, int]:
+        """The first element of each part within the record."""
+        return {name: start for name, (start, _) in self._spans().items()}
+
+    @property
+    def num_elements(self) -> int:
+        """Elements from one record to the next, a multiple of 256 bytes."""
+        return self._aligned(max(end for _, end in self._spans().values()))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+    def views(self, buffer: torch.Tensor) -> ExpertWeights:
+        """The parts of all records of `buffer` [S, num_elements], as strided views [S, …] of it."""
+        assert buffer.dtype == self.dtype
+        assert buffer.shape[1] == self.num_elements
+        parts = {
+            name: buffer[:, start:end].unflatten(1, self.shapes[name]) for name, (start, end) in self._spans().items()
+        }
+        return ExpertWeights(parts["gate_up"], parts["down"], parts.get("gate_up_bias"), parts.get("down_bias"))
+
+    def _spans(self) -> dict[str, tuple[int, int]]:
+        """Elements from where to where each part takes."""
+        spans: dict[str, tuple[int, int]] = {}
+        end = 0
+        for name, shape in self.shapes.items():
+            start = self._aligned(end)
+            end = start + math.prod(shape)
+            spans[name] = (start, end)
+        return spans
+
+    def _aligned(self, num_elements: int) -> int:
+        unit = ALIGNMENT_BYTES // self.dtype.itemsize
+        return -(-num_elements // unit) * unit
+
+
+class ExpertStore:
+    """The records of all experts, in a few large arenas of host memory.
+
+    Keep the store for as long as anything copies from its records on a GPU: its end unregisters the memory, which the
+    tensors keep alive but pageable.
+    """
+
+    def __init__(self, layout: RecordLayout, arenas: list[torch.Tensor], layers: dict[int, torch.Tensor]) -> None:
+        """`layers` maps a layer to its records [E, num_elements], which lie in the arenas [records, num_elements]."""
+        self.layout = layout
+        self.is_pinned = False
+        self._arenas = arenas
+        self._layers = layers
+        self._records = {layer: records.unbind(0) for layer, records in layers.items()}
+        # The list holds the arenas, so that none is unmapped before it is unregistered.
+        self._registered: list[torch.Tensor] = []
+        weakref.finalize(self, _unregister, self._registered)
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, dtype: torch.dtype) -> ExpertStore:
+        """Room for all experts, untouched and not yet pinned: filled memory is pinned many times faster.
+
+        ConfigError where experts differ between layers; InputError where the system refuses the memory.
+        """
+        layout = RecordLayout.of(spec, dtype)
+        counts = {i: layer.moe.num_experts for i, layer in enumerate(spec.layers) if layer.moe is not None}
+        arenas, layers = [], {}
+        for group in _group(counts, ARENA_BYTES // layout.num_bytes):
+            arena = _empty_arena(sum(counts[layer] for layer in group), layout)
+            arenas.append(arena)
+            layers.update(zip(group, arena.split([counts[layer] for layer in group]), strict=True))
+        return cls(layout, arenas, layers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all records, with their padding."""
+        return sum(arena.nbytes for arena in self._arenas)
+
+    def layer_weights(self, layer: int) -> ExpertWeights:
+        """The experts of a layer as views [E, …] of their records; KeyError for a layer without routed experts."""
+        return self.layout.views(self._layers[layer])
+
+    def record(self, layer: int, expert: int) -> torch.Tensor:
+        """One expert's record [num_elements], contiguous."""
+        return self._records[layer][expert]
+
+    def pin(self) -> bool:
+        """Register the arenas with CUDA, for fast copies and for kernels that read them; True if they are pinned.
+
+        Call it once they are filled. Where that fails, all stay pageable and one warning says so; without a GPU
+        nothing happens.
+        """
+        if self.is_pinned or not torch.cuda.is_available():
+            return self.is_pinned
+        started = time.perf_counter()
+        for arena in self._arenas:
+            problem = _register(arena, self._registered)
+            if problem:
+                _unregister(self._registered)
+                logger.warning(
+                    "pinning memory failed: experts stay in pageable memory (%s); copies will be slower", problem
+                )
+                return False
+        self.is_pinned = True
+        logger.info("pinned %.3g GB of experts in %.2f s", self.num_bytes / 1e9, time.perf_counter() - started)
+        return True
+
+    def close(self) -> None:
+        """Unregister the memory, from which no copy may be under way. The records stay readable, pageable."""
+        self.is_pinned = False
+        _unregister(self._registered)
+
+
+def _group(counts: dict[int, int], limit: int) -> list[list[int]]:
+    """Consecutive layers whose experts together are at most `limit`; a layer that is larger stands alone, whole."""
+    groups: list[list[int]] = []
+    room = -1
+    for layer, count in counts.items():
+        if count > room:
+            groups.append([])
+            room = limit
+        groups[-1].append(layer)
+        room -= count
+    return groups
+
+
+def _empty_arena(num_records: int, layout: RecordLayout) -> torch.Tensor:
+    """Uninitialised host memory [num_records, layout.num_elements] on pages of its own: a page is registered whole,
+    and once."""
+    num_elements = num_records * layout.num_elements
+    mapped = max(num_elements, MAPPED_BYTES // layout.dtype.itemsize)
+    arena = empty_tensor((mapped,), layout.dtype, torch.device("cpu"))
+    assert arena.data_ptr() % ALIGNMENT_BYTES == 0
+    return arena[:num_elements].view(num_records, layout.num_elements)
+
+
+def _register(arena: torch.Tensor, registered: list[torch.Tensor]) -> str:
+    """Pin one arena and add it to `registered`; returns why that failed, or nothing."""
+    if arena.nbytes == 0:  # refused as an invalid argument
+        return ""
+    try:
+        cudart = _cudart()
+        code = cudart.cudaHostRegister(arena.data_ptr(), arena.nbytes, REGISTER_PORTABLE | REGISTER_MAPPED)
+    except RuntimeError as problem:  # CUDA could not be initialised
+        return str(problem).partition("\n")[0]
+    if int(code) == 0:
+        registered.append(arena)
+        return ""
+    _clear_last_error()
+    return str(cudart.cudaGetErrorString(code))
+
+
+def _unregister(registered: list[torch.Tensor]) -> None:
+    """Make the arenas pageable again and forget them."""
+    while registered:
+        arena = registered.pop()
+        code = _cudart().cudaHostUnregister(arena.data_ptr())
+        if int(code) != 0:
+            _clear_last_error()
+            logger.warning("%.3g GB of experts could not be unregistered (error %d)", arena.nbytes / 1e9, int(code))
+
+
+def _cudart() -> Any:
+    """The CUDA runtime as torch binds it, which its stubs do not describe."""
+    return torch.cuda.cudart()
+
+
+def _clear_last_error() -> None:
+    """CUDA keeps the error of a refused call for the next kernel launch to report, as if that had failed."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0.0)

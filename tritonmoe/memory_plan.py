@@ -1,0 +1,316 @@
+"""How a device's memory is divided, by arithmetic and before anything is loaded: what a model cannot do without first,
+slots for experts from the rest. "Device" is the GPU, or main memory where there is none."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+
+from tritonmoe.errors import InputError
+from tritonmoe.expert_store import RecordLayout
+from tritonmoe.kv_cache import kv_bytes_per_token
+from tritonmoe.memory import available_bytes
+from tritonmoe.policy import PRESETS, Policy
+from tritonmoe.session import _step_bytes as step_bytes
+from tritonmoe.spec import ModelSpec, MoeSpec
+from tritonmoe.weights import allocate, iter_tensors, weight_bytes
+
+# By type of device: the libraries' own workspaces, compiled kernels, captured graphs, and what allocators round up.
+RESERVE_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
+MIN_CONTEXT = 2  # a prompt of one token and one that is generated
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
+NUMBER = r"\d{1,15}(?:\.\d{1,6})?"
+SIZE = re.compile(rf"({NUMBER}) ?(%|[KMGT]I?B|B)", re.ASCII)
+SLOTS = re.compile(rf"(\d{{1,15}})|({NUMBER}) ?%", re.ASCII)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Bytes of the device that may be used (`num_bytes`) and that could be given at most (`limit_bytes`), both beside
+    an expert store in the same memory; `resident_bytes` may be used by a run that has no store."""
+
+    num_bytes: int
+    limit_bytes: int
+    resident_bytes: int
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What each part of a run takes of the device, in `rows` of (what, bytes) that add up to `budget_bytes`."""
+
+    place: str  # "on the GPU" or "in main memory"
+    budget_bytes: int
+    rows: tuple[tuple[str, int], ...]
+    num_slots: int  # 0 where every expert is resident
+    minimum_slots: int  # likewise
+    num_experts: int  # of all layers together
+    fits_resident: bool  # whether the budget holds every expert
+
+    def lines(self) -> list[str]:
+        """The table to print before loading."""
+        sizes = [format_bytes(num_bytes) for _, num_bytes in self.rows]
+        left, right = max(len(what) for what, _ in self.rows), max(map(len, sizes))
+        lines = [f"{format_bytes(self.budget_bytes)} {self.place}, divided into"]
+        lines += [f"  {what:<{left}}  {size:>{right}}" for (what, _), size in zip(self.rows, sizes, strict=True)]
+        if self.num_slots:
+            share = 100 * self.num_slots / self.num_experts
+            lines.append(
+                f"  slots for {share:.3g} % of {self.num_experts} experts; the minimum is {self.minimum_slots}"
+            )
+        return lines
+
+
+def read_budget(text: str | None, device: torch.device, store_bytes: int = 0) -> Budget:
+    """The value of `--gpu-memory` ("10GiB", or "80%" of what is free), or all that is free where it is not given.
+
+    `store_bytes` is what the host's copy of the experts will take; on a CPU it comes out of the same memory. Raises
+    InputError, one line, for a value that is not understood or more than there is.
+    """
+    free = available_bytes(device)
+    limit = free if device.type == "cuda" else max(0, free - store_bytes)
+    if text is None:
+        return Budget(limit, limit, free)
+    match = SIZE.fullmatch(text.strip().upper())
+    if match is None:
+        raise InputError(
+            f"--gpu-memory {text!r} is not understood; use a size such as 10GiB, or a share of what is free such as 80%"
+        )
+    number, unit = Fraction(match[1]), match[2]
+    num_bytes = int(limit * number / 100) if unit == "%" else int(number * UNITS[unit])
+    if num_bytes == 0 or num_bytes > limit:
+        raise InputError(
+            f"--gpu-memory {text} is {format_bytes(num_bytes)}; it must be above 0 and at most the "
+            f"{format_bytes(limit)} free {_place(device)}"
+        )
+    return Budget(num_bytes, limit, num_bytes)
+
+
+def read_slots(text: str, num_experts: int) -> int:
+    """The value of `--expert-slots`: "N" slots, or "P%" of the model's `num_experts` experts, rounded down.
+
+    Raises InputError, one line, for anything else and for more slots than there are experts.
+    """
+    match = SLOTS.fullmatch(text.strip())
+    if match is None:
+        raise InputError(
+            f"--expert-slots {text!r} is not understood; use a number such as 512, or a share of all experts: 25%"
+        )
+    slots = Fraction(match[1]) if match[1] else num_experts * Fraction(match[2]) / 100
+    if slots > num_experts:
+        raise InputError(f"--expert-slots {text} is more than the model's {num_experts} experts; use 100% for all")
+    return int(slots)
+
+
+def minimum_slots(spec: ModelSpec, policy: Policy, batch: int = 1) -> int:
+    """The fewest slots in which a decode step of `batch` sequences runs without dividing a layer into waves.
+
+    A layer's experts are all in use while those of the next `lookahead` layers arrive, the nearest of them with its
+    extra candidates: K · (1 + lookahead) + candidates for one sequence, K without a predictor.
+    """
+    moes = _moes(spec)
+    routed = max(_distinct(moe, batch, 0) for moe in moes)
+    if policy.predictor == "none":
+        return routed
+    foretold = max(_distinct(moe, batch, policy.candidates) for moe in moes)
+    return min(sum(moe.num_experts for moe in moes), routed * policy.lookahead + foretold)
+
+
+def plan(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    policy: Policy,
+    budget: Budget,
+    max_context: int,
+    batch: int = 1,
+    expert_slots: str | None = None,
+) -> MemoryPlan:
+    """Divide `budget` for a model in `dtype` and `batch` sequences of up to `max_context` tokens.
+
+    `policy` is the effective one, `expert_slots` the option's text. Raises InputError where it does not fit: one line
+    that says what is needed and which option to change.
+    """
+    division = _Division(spec, dtype, device, policy, max_context, batch)
+    if policy.is_resident:
+        if expert_slots is not None:
+            raise InputError("--expert-slots has no effect with --policy resident; leave it out, or use --policy exact")
+        return division.resident(budget)
+    return division.slots(budget, expert_slots)
+
+
+def non_expert_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """Bytes of all weights but the routed experts': embedding, attention, norms, routers, shared and dense layers."""
+    weights = allocate(spec, torch.device("meta"), dtype)
+    experts = [layer.moe.experts for layer in weights.layers if layer.moe is not None]
+    return weight_bytes(spec, dtype) - sum(tensor.nbytes for tensor in iter_tensors(experts))
+
+
+def format_bytes(num_bytes: int) -> str:
+    """In binary units, as in "9.00 MiB" or "312 B"."""
+    size, unit = _in_units(num_bytes)
+    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+class _Division:
+    """A division under way: what a model needs for a given context, and what is then left for experts."""
+
+    def __init__(
+        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, policy: Policy, max_context: int, batch: int
+    ) -> None:
+        self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
+        self._max_context, self._batch = max_context, batch
+        self._num_experts = sum(moe.num_experts for moe in _moes(spec))
+        self._weight_bytes = non_expert_bytes(spec, dtype)
+        all_experts = weight_bytes(spec, dtype) - self._weight_bytes
+        self._resident_row = (f"all {self._num_experts} experts", all_experts)
+
+    def resident(self, budget: Budget) -> MemoryPlan:
+        if not self._fits_resident(budget):
+            raise self._refusal(
+                self._resident_row,
+                budget.resident_bytes,
+                max(budget.resident_bytes, budget.limit_bytes),
+                ["--policy exact, which needs room for few of the experts"],
+            )
+        return self._plan(self._resident_row, budget, budget.resident_bytes, 0, 0)
+
+    def slots(self, budget: Budget, expert_slots: str | None) -> MemoryPlan:
+        record_bytes = RecordLayout.of(self._spec, self._dtype).num_bytes
+        most = min(moe.num_experts - moe.num_experts_per_tok for moe in _moes(self._spec))
+        if self._policy.candidates > most:
+            raise InputError(
+                f"--candidates {self._policy.candidates} is more than a layer has beyond the experts it chooses; "
+                f"use {most} or less"
+            )
+        minimum = minimum_slots(self._spec, self._policy, self._batch)
+        fitting = max(0, budget.num_bytes - _total(self._fixed(self._max_context))) // record_bytes
+        wanted = max(minimum, min(fitting, self._num_experts))
+        if expert_slots is not None:
+            wanted = read_slots(expert_slots, self._num_experts)
+            if wanted < minimum:
+                raise self._too_few(expert_slots, wanted, minimum)
+        row = (f"{wanted} expert slots of {format_bytes(record_bytes)}", wanted * record_bytes)
+        if wanted > fitting:
+            remedies = [f"--expert-slots {fitting} or fewer"] if fitting >= minimum else []
+            if self._unpredicted_minimum() <= fitting < minimum:
+                remedies.append("--policy on-demand, which prefetches nothing")
+            raise self._refusal(row, budget.num_bytes, budget.limit_bytes, remedies)
+        return self._plan(row, budget, budget.num_bytes, wanted, minimum)
+
+    def _fixed(self, context: int) -> list[tuple[str, int]]:
+        """Everything but experts."""
+        spec, dtype, batch = self._spec, self._dtype, self._batch
+        rows = [
+            ("weights without experts", self._weight_bytes),
+            (f"KV cache of {batch} x {context} tokens", batch * context * kv_bytes_per_token(spec, dtype)),
+            ("workspace of a prefill step", step_bytes(spec, self._device, dtype, context)),
+            ("default vectors", self._vector_bytes()),
+            ("reserve", RESERVE_BYTES[self._device.type]),
+        ]
+        return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]
+
+    def _vector_bytes(self) -> int:
+        """Default vectors on the device are [layers, E, H], dense layers included."""
+        if not self._policy.uses_default_vectors:
+            return 0
+        most = max(moe.num_experts for moe in _moes(self._spec))
+        return len(self._spec.layers) * most * self._spec.hidden_size * self._dtype.itemsize
+
+    def _fits_resident(self, budget: Budget) -> bool:
+        needed = _total([*self._fixed(self._max_context), self._resident_row]) - self._vector_bytes()
+        return needed <= budget.resident_bytes
+
+    def _plan(
+        self, experts: tuple[str, int], budget: Budget, num_bytes: int, num_slots: int, minimum: int
+    ) -> MemoryPlan:
+        rows = [*self._fixed(self._max_context), experts]
+        rows.append(("not used", num_bytes - _total(rows)))
+        fits_resident = self._fits_resident(budget)
+        place = _place(self._device)
+        return MemoryPlan(place, num_bytes, tuple(rows), num_slots, minimum, self._num_experts, fits_resident)
+
+    def _refusal(
+        self, experts: tuple[str, int], num_bytes: int, limit_bytes: int, remedies: Sequence[str]
+    ) -> InputError:
+        """What is needed, part by part, and which option to change; each change alone suffices."""
+        rows = [*self._fixed(self._max_context), experts]
+        needed = _total(rows)
+        found = list(remedies)
+        if needed <= limit_bytes:
+            found.append(f"--gpu-memory {_rounded_up(needed)} or more")
+        context = self._largest_context(num_bytes - experts[1])
+        if context >= MIN_CONTEXT:
+            found.append(f"--max-context {context} or less")
+        if not found:
+            found = ["a smaller model or another --device"]
+            if self._dtype == torch.float32:
+                found.insert(0, "--dtype bfloat16")
+        parts = ", ".join(f"{what} {format_bytes(size)}" for what, size in rows)
+        have = "given with --gpu-memory" if num_bytes < limit_bytes else f"free {_place(self._device)}"
+        return InputError(
+            f"out of memory: {format_bytes(needed)} are needed ({parts}) and {format_bytes(num_bytes)} are {have}; "
+            f"use {', or '.join(found)}"
+        )
+
+    def _largest_context(self, num_bytes: int) -> int:
+        """The most tokens of context for which `num_bytes` hold everything but experts, or 0."""
+        low, high = 0, self._max_context  # `low` fits or is 0, `high` is taken not to
+        while high - low > 1:
+            middle = (low + high) // 2
+            if _total(self._fixed(middle)) <= num_bytes:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _unpredicted_minimum(self) -> int:
+        return minimum_slots(self._spec, PRESETS["on-demand"], self._batch)
+
+    def _too_few(self, text: str, slots: int, minimum: int) -> InputError:
+        policy = self._policy
+        given = text if text.isdigit() else f"{text} ({slots} slots)"
+        why = f"{policy.predictor} prediction, lookahead {policy.lookahead}, candidates {policy.candidates}"
+        other = self._unpredicted_minimum()
+        remedy = f", or --policy on-demand, which needs {other}" if other <= slots else ""
+        return InputError(
+            f"--expert-slots {given} is below the minimum of {minimum} for this model with {why}; "
+            f"use {minimum} or more{remedy}"
+        )
+
+
+def _moes(spec: ModelSpec) -> list[MoeSpec]:
+    return [layer.moe for layer in spec.layers if layer.moe is not None]
+
+
+def _distinct(moe: MoeSpec, batch: int, candidates: int) -> int:
+    """The most different experts that `batch` tokens can ask for, each its K and `candidates` more."""
+    return min(moe.num_experts, batch * (moe.num_experts_per_tok + candidates))
+
+
+def _place(device: torch.device) -> str:
+    return "on the GPU" if device.type == "cuda" else "in main memory"
+
+
+def _total(rows: Sequence[tuple[str, int]]) -> int:
+    return sum(num_bytes for _, num_bytes in rows)
+
+
+def _in_units(num_bytes: int) -> tuple[float, str]:
+    size, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB"):
+        if size < 1024:
+            break
+        size, unit = size / 1024, larger
+    return size, unit
+
+
+def _rounded_up(num_bytes: int) -> str:
+    """A value for --gpu-memory that is no less."""
+    size, unit = _in_units(num_bytes)
+    return f"{math.ceil(size * 100) / 100:.2f}{unit}"

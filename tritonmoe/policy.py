@@ -1,0 +1,229 @@
+"""How experts get to the device and which of them run: the choices behind `--policy`, resolved once and then frozen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+from tritonmoe.errors import InputError
+
+PredictorName = Literal["none", "residual", "quasi-hidden", "previous-token", "oracle"]
+Source = Literal["routed", "speculated"]
+MissFill = Literal["none", "default-vector"]
+EvictionName = Literal["lru", "lfu"]
+
+RESIDENT = "resident"
+PRESET_NAMES = ("on-demand", "exact", "router-pf", RESIDENT)
+MAX_LOOKAHEAD = 3  # layers
+# They rank every expert of a layer; the others name the K that were or will be routed, and no gate weights.
+RANKING_PREDICTORS = ("residual", "quasi-hidden")
+CALIBRATE = "tools/calibrate.py makes them"
+OPTIONS = {
+    "predictor": "--predict",
+    "execute": "--execute",
+    "gate": "--gate",
+    "lookahead": "--lookahead",
+    "candidates": "--candidates",
+    "miss_tolerance": "--miss-tolerance",
+    "miss_fill": "--miss-fill",
+    "eviction": "--eviction",
+}
+CHOICES: dict[str, Sequence[str]] = {
+    "predictor": get_args(PredictorName),
+    "execute": get_args(Source),
+    "gate": get_args(Source),
+    "miss_fill": get_args(MissFill),
+    "eviction": get_args(EvictionName),
+}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Prediction, execution and eviction, valid together; InputError says in one line why they are not.
+
+    `predictor` foretells the experts of the next `lookahead` layers, the model's K and `candidates` more; they are
+    prefetched. `execute` "routed" runs the experts that the true router chose, so that outputs are the model's own;
+    "speculated" runs the foretold ones, weighted by the true router (`gate` "routed") or by the guess ("speculated").
+    Missing experts to which every token gives a share of its gate mass below `miss_tolerance` are left out, `miss_fill`
+    "default-vector" putting their mean output in their place. `name` is the preset that it was made from.
+    """
+
+    name: str
+    predictor: PredictorName = "none"
+    execute: Source = "routed"
+    gate: Source = "routed"  # "speculated" only where `execute` is
+    lookahead: int = 1
+    candidates: int = 0
+    miss_tolerance: float = 0.0
+    miss_fill: MissFill = "none"
+    eviction: EvictionName = "lru"
+
+    def __post_init__(self) -> None:
+        _require_known("--policy", self.name, PRESET_NAMES)
+        for field, choices in CHOICES.items():
+            _require_known(OPTIONS[field], getattr(self, field), choices)
+        if not _is_integer(self.lookahead) or not 1 <= self.lookahead <= MAX_LOOKAHEAD:
+            raise InputError(f"--lookahead must be an integer from 1 to {MAX_LOOKAHEAD}, not {self.lookahead!r}")
+        if not _is_integer(self.candidates) or self.candidates < 0:
+            raise InputError(f"--candidates must be an integer from 0, not {self.candidates!r}")
+        if not _is_share(self.miss_tolerance):
+            raise InputError(f"--miss-tolerance must be a number from 0 to below 1, not {self.miss_tolerance!r}")
+        self._check_resident()
+        self._check_prediction()
+        self._check_execution()
+
+    def _check_resident(self) -> None:
+        if not self.is_resident:
+            return
+        plain = Policy("on-demand")
+        for field, option in OPTIONS.items():
+            if getattr(self, field) != getattr(plain, field):
+                raise _idle_with_resident(option)
+
+    def _check_prediction(self) -> None:
+        if self.predictor == "none" and self.lookahead > 1:
+            raise InputError("--lookahead has no effect without a predictor; add --predict residual, or leave it out")
+        if self.candidates > 0 and self.predictor not in RANKING_PREDICTORS:
+            raise InputError(
+                f"--candidates needs a predictor that ranks all experts, which {self.predictor!r} does not; "
+                f"use --predict {_listed(RANKING_PREDICTORS)}, or leave it out"
+            )
+
+    def _check_execution(self) -> None:
+        if self.execute == "routed":
+            if self.gate != "routed":
+                raise _idle_gate()
+            if self.miss_fill != "none" and self.miss_tolerance == 0.0:
+                raise InputError("--miss-fill has no effect without --miss-tolerance; give it a value above 0")
+            return
+        if self.predictor not in RANKING_PREDICTORS:
+            raise InputError(
+                f"--execute speculated runs what a predictor ranks, and {self.predictor!r} ranks nothing; "
+                f"use --predict {_listed(RANKING_PREDICTORS)}"
+            )
+        if self.lookahead > 1:
+            raise InputError("--lookahead above 1 needs --execute routed: speculated execution runs the next layer's")
+        if self.candidates > 0:
+            raise InputError(
+                "--candidates needs --execute routed: speculated execution runs the best K and would waste the others"
+            )
+        if self.miss_tolerance > 0.0 or self.miss_fill != "none":
+            option = "--miss-tolerance" if self.miss_tolerance > 0.0 else "--miss-fill"
+            raise InputError(f"{option} needs --execute routed: what is speculated was fetched, so nothing is missing")
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether every expert stays on the device, so that there are no slots."""
+        return self.name == RESIDENT
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether outputs are the model's own, bit for bit."""
+        return self.execute == "routed" and self.miss_tolerance == 0.0
+
+    @property
+    def uses_default_vectors(self) -> bool:
+        return self.predictor == "quasi-hidden" or self.miss_fill == "default-vector"
+
+    def effective(self, has_default_vectors: bool) -> tuple[Policy, str | None]:
+        """The policy as it can run, and one line to print where that is not the one that was asked for.
+
+        Without default vectors `quasi-hidden` is `residual`. Nothing can stand in for a default vector as an expert's
+        output, so filling in with them raises InputError.
+        """
+        if has_default_vectors or not self.uses_default_vectors:
+            return self, None
+        if self.miss_fill == "default-vector":
+            raise InputError(
+                f"--miss-fill default-vector needs the model's default vectors ({CALIBRATE}); or use --miss-fill none"
+            )
+        line = f"no default vectors for this model ({CALIBRATE}): --predict quasi-hidden runs as residual"
+        return replace(self, predictor="residual"), line
+
+    def __str__(self) -> str:
+        """One line with every choice that has an effect."""
+        if self.is_resident:
+            return self.name
+        parts = [f"predict {self.predictor}"]
+        if self.predictor != "none":
+            parts += [f"lookahead {self.lookahead}", f"candidates {self.candidates}"]
+        parts.append(f"execute {self.execute}" + (f" (gate {self.gate})" if self.execute == "speculated" else ""))
+        if self.miss_tolerance > 0.0:
+            parts.append(f"miss tolerance {self.miss_tolerance:g} (fill {self.miss_fill})")
+        return f"{self.name}: {', '.join(parts)}, eviction {self.eviction}"
+
+
+def _require_known(option: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InputError(f"{option} {value!r} is not known; use {_listed(known)}")
+
+
+def _idle_gate() -> InputError:
+    return InputError("--gate weights speculated experts; add --execute speculated, or leave it out")
+
+
+def _idle_with_resident(option: str) -> InputError:
+    return InputError(
+        f"{option} has no effect with --policy resident, where no expert is ever fetched; leave it out, "
+        "or use --policy exact"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1  # false for NaN
+
+
+PRESETS: dict[str, Policy] = {
+    "on-demand": Policy("on-demand"),
+    "exact": Policy("exact", predictor="quasi-hidden"),
+    "router-pf": Policy("router-pf", predictor="quasi-hidden", execute="speculated", gate="speculated"),
+    RESIDENT: Policy(RESIDENT),
+}
+
+
+def resolve(
+    preset: str,
+    *,
+    predictor: str | None = None,
+    execute: str | None = None,
+    gate: str | None = None,
+    lookahead: int | None = None,
+    candidates: int | None = None,
+    miss_tolerance: float | None = None,
+    miss_fill: str | None = None,
+    eviction: str | None = None,
+) -> Policy:
+    """A preset with what the command line gave (None: not given) in place of its own choices.
+
+    Raises InputError with one line that names the option for anything unknown, out of range or without effect.
+    """
+    _require_known("--policy", preset, PRESET_NAMES)
+    base = PRESETS[preset]
+    values = {
+        "predictor": predictor,
+        "execute": execute,
+        "gate": gate,
+        "lookahead": lookahead,
+        "candidates": candidates,
+        "miss_tolerance": miss_tolerance,
+        "miss_fill": miss_fill,
+        "eviction": eviction,
+    }
+    given = {field: value for field, value in values.items() if value is not None}
+    if base.is_resident and given:
+        raise _idle_with_resident(OPTIONS[next(iter(given))])
+    if execute == "routed" and gate is None:
+        given["gate"] = "routed"  # that of the preset was meant for speculated execution
+    policy = replace(base, **given)
+    if gate is not None and policy.execute == "routed":
+        raise _idle_gate()
+    return policy
