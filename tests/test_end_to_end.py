@@ -12,9 +12,6 @@ from typing import Any
 import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, TOLERANCE, assert_close, generator, poisoned, randn
-from test_kernel_speculate import assert_speculated
-
-pytest.importorskip("triton")
 
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
@@ -33,9 +30,8 @@ pytestmark = [*KERNEL_MARKS, pytest.mark.usefixtures("few_programs")]
 PROMPT_LENGTH = 6  # three rows of it are more tokens than the decode forms take, one row is fewer
 NUM_STEPS = 4
 CAPACITY = 13  # more than prompt and steps: what is not used must stay untouched
-# Errors add up over the layers and, step by step, over the cache. Measured under the interpreter: 0.6 to 2.2 times the
-# tolerance of a single kernel.
-FACTOR = 6.0
+# Errors add up over layers and steps. Measured under the interpreter, in tolerances of a single kernel: 0.2 and 2.4.
+FACTOR = {torch.float32: 2.0, torch.float16: 6.0, torch.bfloat16: 6.0}
 # Batch and dtype. One row streams its projections and takes the decode forms throughout; three do neither in a prefill.
 CASES = [pytest.param(batch, dtype, id=f"{batch}-{dtype}") for dtype in DTYPES for batch in (1, 3)]
 if not ON_GPU:  # half of them: the interpreter takes seconds for each
@@ -186,7 +182,7 @@ class Routings:
 
         def route_topk(logits: torch.Tensor, rule: Routing, selection_bias: torch.Tensor | None):
             theirs, chosen = next(seen)
-            assert_close(theirs.to(dtype), logits.to(dtype), FACTOR)
+            assert_close(theirs.to(dtype), logits.to(dtype), FACTOR[dtype])
             topk_ids, topk_weights = route_topk_ref(theirs, rule, selection_bias)
             assert torch.equal(topk_ids, chosen)
             return topk_ids, topk_weights
@@ -216,12 +212,12 @@ def test_kernels_equal_references(name: str, batch: int, dtype: torch.dtype) -> 
         assert torch.equal(ours, theirs)
     for ours, theirs, tokens in zip(actual.logits, expected.logits, actual.tokens, strict=True):
         assert ours.dtype == torch.float32
-        assert_close(ours.to(dtype), theirs.to(dtype), FACTOR)
+        assert_close(ours.to(dtype), theirs.to(dtype), FACTOR[dtype])
         # The same token, unless rounding to 16 bits could have put another one first.
-        slack = 0.0 if is_exact else 2 * FACTOR * TOLERANCE[dtype][0] * theirs.abs().max()
+        slack = 0.0 if is_exact else 2 * FACTOR[dtype] * TOLERANCE[dtype][0] * theirs.abs().max()
         assert (theirs.gather(1, tokens[:, None])[:, 0] >= theirs.amax(-1) - slack).all()
     for ours, theirs in zip(cached(actual), cached(expected), strict=True):
-        assert_close(ours, theirs, FACTOR)
+        assert_close(ours, theirs, FACTOR[dtype])
 
 
 def cached(result: Run) -> list[torch.Tensor]:
@@ -275,8 +271,12 @@ class Offloaded:
         )
         speculate(*given, **biases, out=out)
         expected = speculate_ref(*given, **biases)
-        assert_speculated(out, expected, routing, moe.selection_bias)
-        if routed.residual.dtype == torch.float32:  # in 16 bits the order of almost equal ones is the kernel's own
+        dtype = routed.residual.dtype
+        assert_close(out.q, expected.q)
+        assert_close(out.logits.to(dtype), expected.logits.to(dtype))
+        chosen, _ = route_topk_ref(out.logits, replace(routing, top_k=count), moe.selection_bias)
+        assert torch.equal(out.ids, chosen)
+        if dtype == torch.float32:  # in 16 bits the order of almost equal ones is the kernel's own
             assert torch.equal(out.ids, expected.ids)
         assert not self._counter.any()
         self.num_speculated += 1

@@ -14,15 +14,17 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 # A module imports from lower layers only, never from its own.
 LAYERS = (
-    ("errors", "spec", "tensor_names"),
-    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy"),
+    ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine"),
+    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler"),
     ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
     ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
-    ("model", "generation"),
+    ("model", "generation", "predictors"),
+    ("offload",),
     ("decode_runner",),
     ("session",),
     ("memory_plan",),
+    ("placement",),
     ("engine",),
     ("chat",),
     ("console",),

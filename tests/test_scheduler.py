@@ -1,10 +1,10 @@
-"""What is fetched, kept and counted: rules one by one, then whole generations with simulated copies and random guesses."""
+"""What is fetched, kept and counted: rule by rule, then in generations with simulated copies and random guesses."""
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -272,6 +272,7 @@ class Case:
     candidates: int
     recall: float
     reserve: int
+    wraps: bool  # whether the next step's layers are foretold in this one
 
     @property
     def num_slots(self) -> int:
@@ -294,7 +295,12 @@ CASES = st.builds(
     candidates=st.integers(0, 2),
     recall=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
     reserve=st.integers(1, 3),
+    wraps=st.booleans(),
 )
+
+
+class Interruption(Exception):
+    pass
 
 
 class Generation:
@@ -308,20 +314,28 @@ class Generation:
         self.foretold: dict[int, set[int]] = {layer: set() for layer in range(case.num_layers)}  # slots it pins
         self.computing: set[int] = set()
         self.log: list[object] = []
-        self.num_waves = 0
+        self.routing = self.draw_routing(case.batch)  # of the next step
 
     def step(self, is_prefill: bool) -> None:
-        case, rng = self.case, self.rng
-        experts, tokens = range(case.num_experts), 6 if is_prefill else case.batch
-        routing = [[e for _ in range(tokens) for e in rng.sample(experts, case.top_k)] for _ in range(case.num_layers)]
+        routing, case = self.routing, self.case
+        self.routing = self.draw_routing(case.batch)
+        if is_prefill:
+            routing = self.draw_routing(6)
         for layer, routed in enumerate(routing):
             self.copies.some_time_passes()
             wrong = self.plans.refute(layer, routed)
             self.copies.cancel(wrong)
             self.log.append(wrong)
-            guesses = [] if is_prefill else routing[layer + 1 : layer + 1 + case.lookahead]
-            self.run_layer(layer, routed, guesses, is_prefill)
-        assert self.plans.pool.num_pinned == 0, "a pin outlived its step"
+            later = routing[layer + 1 :] + (self.routing if case.wraps else [])
+            self.run_layer(layer, routed, [] if is_prefill else later[: case.lookahead], is_prefill)
+        if not case.wraps:
+            assert self.plans.pool.num_pinned == 0, "a pin outlived its step"
+
+    def draw_routing(self, tokens: int) -> list[list[int]]:
+        case, experts = self.case, range(self.case.num_experts)
+        return [
+            [e for _ in range(tokens) for e in self.rng.sample(experts, case.top_k)] for _ in range(case.num_layers)
+        ]
 
     def run_layer(self, layer: int, routed: list[int], later: list[list[int]], is_prefill: bool) -> None:
         plans, wanted = self.plans, list(dict.fromkeys(routed))
@@ -335,10 +349,11 @@ class Generation:
             assert {**wave.ready, **wave.late} == mapped, "the first wave has not all that is there"
             if most is None:
                 assert plan.is_done or plans.pool.num_takeable == 0, "there was room for more"
+                assert plan.is_done or self.case.slots != "all", "a slot for every expert, and more than one wave"
         while wave is not None:
             following = self.next_wave(layer, plan) if is_prefill else None
             for ahead, guess in enumerate(later, layer + 1):
-                self.prefetch(ahead, guess)
+                self.prefetch(ahead % self.case.num_layers, guess)
             self.copies.some_time_passes()
             self.compute(layer, wave)
             computed += experts_of(wave)
@@ -351,7 +366,6 @@ class Generation:
         self.plans.check_integrity()
         self.log.append(wave)
         if wave is not None:
-            self.num_waves += 1
             self.copies.submit(layer, wave.demand, self.needed())
             self.computing |= set(wave.slots)
         return wave
@@ -374,7 +388,7 @@ class Generation:
         assert fetched == [e for e in dict.fromkeys(guess) if e not in there][: len(fetched)], "not best first"
         assert limit is None or len(fetched) <= limit
         slots = [pool.lookup(layer, expert) for expert in guess]
-        self.foretold[layer] |= {slot for slot in slots if slot >= 0 and pool.is_pinned(slot)}
+        self.foretold[layer] |= {s for s in slots if s >= 0 and pool.pins[s] > (s in self.computing)}
 
     def compute(self, layer: int, wave: Wave) -> None:
         for expert, slot in wave.ready.items():
@@ -418,9 +432,7 @@ def generate(case: Case) -> Generation:
 @given(CASES)
 @settings(max_examples=300, deadline=None)
 def test_generations_keep_every_rule(case: Case) -> None:
-    generation = generate(case)
-    if case.slots in ("2U+m", "all") and case.lookahead == 1 and case.num_slots >= 2 * case.num_experts:
-        assert generation.num_waves >= 7 * case.num_layers
+    generate(case)
 
 
 @given(CASES)
@@ -436,6 +448,7 @@ def test_the_same_inputs_give_the_same_plans(case: Case) -> None:
 def test_a_resize_between_generations_forgets_everything(case: Case, num_slots: int) -> None:
     generation = generate(case)
     generation.plans.resize(num_slots)
+    generation.case = replace(case, slots="resized")
     generation.copies.content = [None] * num_slots
     generation.plans.check_integrity()
     assert generation.plans.pool.num_takeable == num_slots
@@ -447,9 +460,6 @@ def test_a_resize_between_generations_forgets_everything(case: Case, num_slots: 
 @given(CASES)
 @settings(max_examples=50, deadline=None)
 def test_an_interruption_anywhere_leaves_the_scheduler_usable(case: Case) -> None:
-    class InterruptedError_(Exception):
-        pass
-
     generation = Generation(case)
     countdown = generation.rng.randint(1, 6 * case.num_layers)
     compute = generation.compute
@@ -458,14 +468,14 @@ def test_an_interruption_anywhere_leaves_the_scheduler_usable(case: Case) -> Non
         nonlocal countdown
         countdown -= 1
         if countdown == 0:
-            raise InterruptedError_
+            raise Interruption
         compute(layer, wave)
 
     generation.compute = interrupted_compute  # type: ignore[method-assign]
     for _ in range(4):
         try:
             generation.step(is_prefill=generation.rng.random() < 0.3)
-        except InterruptedError_:
+        except Interruption:
             generation.end()
     generation.end()
 
@@ -549,7 +559,10 @@ def test_summary_and_table() -> None:
         "late prefetches             0.0 %       0.0 %  0.0 % (layer   0)",
         "speculation recall         66.7 %      66.7 % 66.7 % (layer   1)",
         "gate-mass recall           75.0 %      75.0 % 75.0 % (layer   1)",
-        "MB per token               demand        used      wasted   total",
+        "fetched                    demand        used      wasted       total",
+        "MB per token                23.59        9.44        4.72       37.75",
+        "exposed transfer time        1.50 ms per token",
+        "left out                        1 experts, 0.5 % of gate mass",
     ]
 
 

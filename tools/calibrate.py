@@ -24,6 +24,7 @@ from tritonmoe.default_vectors import DefaultVectors, model_identity, moe_layers
 from tritonmoe.engine import EMBEDDED
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.model import Decoder
+from tritonmoe.placement import Placement
 from tritonmoe.sampling import NOT_FINITE
 from tritonmoe.session import allocate_cache, prefill_chunk
 from tritonmoe.spec import ModelSpec
@@ -32,7 +33,7 @@ from tritonmoe.tokenizer import Tokenizer
 WINDOW = 4096  # tokens that see each other, where the model's context is not shorter
 PIECE_CHARACTERS = 1 << 16  # of a file in memory at once
 SLICE_TOKENS = 256  # whose outputs are in float64 at once: 32 MiB for 8 experts of a token and a hidden size of 2048
-NANO_TASKS, NANO_STORIES = 1200, 400  # about the shares they have in its training
+NANO_TASKS, NANO_STORIES = 1200, 120  # about the shares that they have of each other in its training
 SAMPLE = (
     # Jane Austen, Pride and Prejudice (1813)
     """\
@@ -127,12 +128,12 @@ class Accumulator:
         self.sums[row] += sums.cpu()
         self.counts[row] += topk_ids.flatten().bincount(minlength=len(sums)).cpu()
 
-    def vectors(self) -> DefaultVectors:
-        return DefaultVectors.from_sums(self.sums, self.counts)
 
+def calibrate(decoder: Decoder, windows: Iterable[Sequence[int]], length: int) -> DefaultVectors:
+    """Run every window, of at most `length` tokens, by itself through the model.
 
-def calibrate(decoder: Decoder, windows: Iterable[Sequence[int]], length: int) -> Iterator[tuple[int, Accumulator]]:
-    """Run every window, of at most `length` tokens, by itself; yields its size and what there is up to then."""
+    InputError where there is none, or where outputs are not finite.
+    """
     found = Accumulator(decoder.spec)
     cache = allocate_cache(decoder, 1, length)  # written anew from its start by each window
     chunk = prefill_chunk(decoder.device)
@@ -142,9 +143,13 @@ def calibrate(decoder: Decoder, windows: Iterable[Sequence[int]], length: int) -
             for start in range(0, len(window), chunk):
                 ids = torch.tensor([window[start : start + chunk]], device=decoder.device)
                 decoder.prefill(ids, start, cache)
-            yield len(window), found
     finally:
         decoder.hooks.on_experts = None
+    if not found.counts.any():
+        raise InputError("there is no text to calibrate with")
+    if not found.sums.isfinite().all():
+        raise InputError(NOT_FINITE)
+    return DefaultVectors.from_sums(found.sums, found.counts)
 
 
 def windows_of(texts: Iterable[Iterable[str]], tokenizer: Tokenizer, length: int, limit: int) -> Iterator[list[int]]:
@@ -184,14 +189,22 @@ def built_in(model: str) -> tuple[str, list[str]]:
     return "built-in sample, tasks and stories", texts
 
 
-def report(spec: ModelSpec, counts: torch.Tensor, tokens: int) -> list[str]:
-    """Lines that say, by layer, how often experts were chosen."""
-    lines = [f"{tokens} tokens; how often an expert of a layer was chosen:", "layer    least     most   unseen"]
+def with_progress(windows: Iterable[list[int]], total: int) -> Iterator[list[int]]:
+    """The same windows, each counted once it is done."""
+    with tqdm(total=total, unit="token", desc="calibrating", disable=None, leave=False) as bar:
+        for window in windows:
+            yield window
+            bar.update(len(window))
+
+
+def report(spec: ModelSpec, counts: torch.Tensor) -> list[str]:
+    """Lines that say, by layer, how often experts were chosen: counts [L_moe, E]."""
+    lines = ["layer    least     most   unseen   (how often an expert was chosen; experts never chosen)"]
     for layer_id, row in zip(moe_layers(spec), counts, strict=True):
         lines.append(f"{layer_id:5} {int(row.min()):8} {int(row.max()):8} {int((row == 0).sum()):8}")
     unseen = int((counts == 0).sum())
     if unseen:
-        lines.append(f"{unseen} of {counts.numel()} experts were never chosen and get the mean of their layer")
+        lines.append(f"{unseen} of {counts.numel()} experts were never chosen: each has the mean of its layer's others")
     return lines
 
 
@@ -205,13 +218,23 @@ class _Parser(argparse.ArgumentParser):
 def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")
+    parser.add_argument("--built-in", action="store_true", help="begin with the built-in sample, then the files")
     parser.add_argument("--model", default=EMBEDDED, help="a folder, a hub id, or 'nano': the embedded model (default)")
     parser.add_argument("--tokens", type=int, default=200_000, metavar="N", help="at most N (default: %(default)s)")
     parser.add_argument("--max-context", type=int, metavar="N", help=f"tokens of a window (default: at most {WINDOW})")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    parser.add_argument("--gpu-memory", metavar="SIZE", help="fetch experts from host memory, using so much of the GPU")
+    parser.add_argument("--expert-slots", metavar="N", help="fetch them into so many slots, or P%% of all experts")
     parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
     return parser
+
+
+def placement(options: argparse.Namespace) -> Placement:
+    """Where the experts live: fetched without prediction, which prefill has no use for, where that is asked for."""
+    if options.gpu_memory is None and options.expert_slots is None:
+        return Placement()
+    return Placement("on-demand", options.gpu_memory, options.expert_slots)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -219,36 +242,30 @@ def run(options: argparse.Namespace) -> None:
         raise InputError(f"--tokens must be at least 1, not {options.tokens}")
     if not options.out.parent.is_dir():
         raise InputError(f"--out {options.out}: there is no such folder")
-    for path in options.texts:
-        next(pieces(path), None)  # a mistake should not cost the time to load the model
-    if options.texts:
-        corpus, texts = ", ".join(path.name for path in options.texts), map(pieces, options.texts)
-    else:
-        corpus, whole = built_in(options.model)
-        texts = ([text] for text in whole)
+    for path in options.texts:  # a mistake should not cost the time to load the model
+        if next(pieces(path), None) is None:
+            raise InputError(f"{path} is empty")
+    corpus, texts = [path.name for path in options.texts], [pieces(path) for path in options.texts]
+    if options.built_in or not options.texts:
+        name, sample = built_in(options.model)
+        corpus, texts = [name, *corpus], [*([text] for text in sample), *texts]
     engine = Engine.from_pretrained(
         options.model,
         dtype=options.dtype,
         device=options.device,
         max_context=options.max_context,
+        placement=placement(options),
         progress=sys.stderr.isatty(),
     )
     decoder, spec = engine.decoder, engine.decoder.spec
     length = engine.max_context if options.max_context is not None else min(engine.max_context, WINDOW)
     windows = windows_of(texts, engine.tokenizer, length, options.tokens)
-    tokens, found = 0, None
-    with tqdm(total=options.tokens, unit="token", desc="calibrating", disable=None, leave=False) as bar:
-        for size, found in calibrate(decoder, windows, length):  # noqa: B007
-            tokens += size
-            bar.update(size)
-    if found is None:
-        raise InputError("the text is empty")
-    result = found.vectors()
-    if not result.vectors.isfinite().all():
-        raise InputError(NOT_FINITE)
-    result.save(options.out, model_identity(spec, decoder.weights), f"{corpus}: {tokens} tokens")
-    print("\n".join(report(spec, result.counts, tokens)))
-    print(f"written to {options.out}")
+    result = calibrate(decoder, with_progress(windows, options.tokens), length)
+    choices = sum(layer.moe.num_experts_per_tok for layer in spec.layers if layer.moe is not None)
+    tokens = int(result.counts.sum()) // choices
+    result.save(options.out, model_identity(spec, decoder.weights), f"{tokens} tokens: {', '.join(corpus)}")
+    print("\n".join(report(spec, result.counts)))
+    print(f"default vectors from {tokens} tokens written to {options.out}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

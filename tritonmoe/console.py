@@ -14,10 +14,14 @@ from tritonmoe.chat import chat
 from tritonmoe.engine import Engine, Interrupted, TextStream
 from tritonmoe.errors import EXIT_INTERRUPTED, InputError
 from tritonmoe.generation import Generation
+from tritonmoe.placement import Placement
 from tritonmoe.sampling import MIN_TEMPERATURE, SamplingParams
 
 SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 FILTERS = ("top_k", "top_p", "min_p")
+POLICY_OPTIONS = (
+    "predict", "lookahead", "candidates", "execute", "gate", "miss_tolerance", "miss_fill", "eviction",
+)  # fmt: skip
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
         check_weights=not options.no_check_weights,
         check_memory=not options.no_check_memory,
         progress=_is_terminal(sys.stderr),
+        placement=_placement(options),
     )
     params = _params(options, engine.defaults)
     _refuse_idle_filters(options, params)
@@ -41,8 +46,14 @@ def run(options: argparse.Namespace) -> int:
         return chat(engine, params, options.system)
     inputs = [_chat_ids(engine, options.system, text) for text in prompts] if options.chat else prompts
     if len(inputs) == 1 and not options.no_stream and not options.json:
-        return _stream(engine.stream(inputs[0], params))
+        return _stream(engine, engine.stream(inputs[0], params))
     return _print_all(engine, inputs, params, options.json)
+
+
+def _placement(options: argparse.Namespace) -> Placement:
+    given = {name: getattr(options, name) for name in POLICY_OPTIONS if getattr(options, name) is not None}
+    overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
+    return Placement(options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, overrides)
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
@@ -127,7 +138,7 @@ def _chat_ids(engine: Engine, system: str | None, text: str) -> list[int]:
     return engine.chat_prompt(messages)
 
 
-def _stream(stream: TextStream) -> int:
+def _stream(engine: Engine, stream: TextStream) -> int:
     code = 0
     try:
         for text in stream:
@@ -135,7 +146,7 @@ def _stream(stream: TextStream) -> int:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     print(flush=True)
-    print(summary(stream.result()), file=sys.stderr)
+    print(summary(stream.result()), *engine.decoder.experts.report(), sep="\n", file=sys.stderr)
     return code
 
 
@@ -150,6 +161,8 @@ def _print_all(engine: Engine, prompts: Sequence[Any], params: SamplingParams, a
     if not as_json:
         for result in results:
             print(summary(result), file=sys.stderr)
+        for line in engine.decoder.experts.report():
+            print(line, file=sys.stderr)
     return code
 
 

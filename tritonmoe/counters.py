@@ -89,7 +89,7 @@ class Counters:
         return total.demand + total.prefetched - total.cancelled
 
     def summary(self) -> dict[str, Any]:
-        """Everything as plain numbers; a rate without a case is None. Bytes and milliseconds are per token."""
+        """Everything as plain numbers, shares from 0 to 1; a rate without a case is None."""
         total = self.total()
         active = max(1, sum(layer.routed > 0 for layer in self.layers))
         per_token = self.record_bytes / self.tokens if self.tokens else None
@@ -131,9 +131,9 @@ class Counters:
         ]
         if self.tokens:
             per_token = summary["bytes_per_token"]
-            lines.append(f"{'MB per token':<24}{'demand':>9}{'used':>12}{'wasted':>12}{'total':>12}")
+            lines.append(f"{'fetched':<24}{'demand':>9}{'used':>12}{'wasted':>12}{'total':>12}")
             cells = [f"{per_token[what] / MEGABYTE:.2f}" for what in ("demand", "used", "wasted", "total")]
-            lines.append(f"{'':<24}{cells[0]:>9}{cells[1]:>12}{cells[2]:>12}{cells[3]:>12}")
+            lines.append(f"{'MB per token':<24}{cells[0]:>9}{cells[1]:>12}{cells[2]:>12}{cells[3]:>12}")
             lines.append(f"{'exposed transfer time':<24}{summary['wait_ms_per_token']:>9.2f} ms per token")
         if total.left_out:
             lines.append(
@@ -145,13 +145,13 @@ class Counters:
         self,
         total: LayerCounters,
         rate: Callable[[LayerCounters], float | None],
-        worst: Callable[[list[tuple[float, int]]], tuple[float, int]],
+        worst: Callable[..., tuple[float, int]],
     ) -> dict[str, Any]:
         """A rate over everything, its mean over layers, and the worst layer's."""
         rates = [(value, i) for i, layer in enumerate(self.layers) if (value := rate(layer)) is not None]
         if not rates:
             return {"all": None, "mean": None, "worst": None, "worst_layer": None}
-        value, layer = worst(rates)
+        value, layer = worst(rates, key=lambda rate: rate[0])  # the first of equals
         mean = sum(value for value, _ in rates) / len(rates)
         return {"all": rate(total), "mean": mean, "worst": value, "worst_layer": layer}
 

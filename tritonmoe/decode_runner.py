@@ -105,7 +105,7 @@ class _DeviceSteps:
         self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self._result = torch.zeros(batch, dtype=torch.int64, device=device)
         self._sampler = BatchSampler([SamplingParams()] * batch, self._vocab_size, device)
-        self._capture = capture
+        self._capture = capture and self._decoder.experts.is_capturable
         # By whether every row is greedy, which needs no sorting. None: the step has run, and can be captured now.
         self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
         self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(self.lookahead + 2))

@@ -21,8 +21,8 @@ from tritonmoe.generation import Generation, Row
 from tritonmoe.generation_config import sampling_defaults, stop_token_ids
 from tritonmoe.hub import resolve_model
 from tritonmoe.kv_cache import KVCache
-from tritonmoe.loading import load_weights
 from tritonmoe.model import Decoder
+from tritonmoe.placement import Loading, Placement, load_decoder
 from tritonmoe.sampling import SamplingParams
 from tritonmoe.session import Session, allocate_cache, prefill_chunk
 from tritonmoe.spec import ModelSpec
@@ -75,11 +75,13 @@ class Engine:
         check_weights: bool = True,
         check_memory: bool = True,
         progress: bool = False,
+        placement: Placement | None = None,
     ) -> Engine:
         """Load a model from a folder, from a hub id (`org/name`), or the embedded one ("nano").
 
         `dtype` "auto" is float32 on the CPU, where it is faster, and on a GPU what the checkpoint says. `max_context`
-        bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr.
+        bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr. `placement`
+        says where experts live and how they are fetched; by default on the device where they fit, else in host memory.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
         if model == EMBEDDED and revision is None:
@@ -95,16 +97,11 @@ class Engine:
         defaults = _default_params(folder)
         template = ChatTemplate.from_folder(folder, tokenizer.special_tokens)
         limit = _resolve_context(spec, max_context)
-        weights = load_weights(
-            folder,
-            spec,
-            target,
-            resolve_dtype(dtype, target, spec),
-            check_finite=check_weights,
-            check_memory=check_memory,
-            progress=progress,
+        loading = Loading(
+            folder, spec, target, resolve_dtype(dtype, target, spec), check_weights, check_memory, progress
         )
-        return cls(Decoder(spec, weights), tokenizer, template, stop_ids, defaults, limit)
+        decoder = load_decoder(loading, placement or Placement(), limit)
+        return cls(decoder, tokenizer, template, stop_ids, defaults, limit)
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Continue one prompt: a string, which gets the special tokens the tokenizer puts around a plain text,
@@ -207,6 +204,7 @@ class Engine:
 
     def _run(self, rows: list[Row], runner: DecodeRunner) -> Iterator[list[str]]:
         """Prefill each row, then step all rows together; yields the new text of every row after each step."""
+        self.decoder.experts.begin()
         logits = torch.cat([self._prefill(row, runner.cache.rows(i, 1)) for i, row in enumerate(rows)])
         runner.begin([row.token_ids for row in rows], [row.params for row in rows])
         runner.sample(logits)

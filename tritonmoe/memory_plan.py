@@ -18,7 +18,7 @@ from tritonmoe.memory import available_bytes
 from tritonmoe.policy import PRESETS, Policy
 from tritonmoe.session import _step_bytes as step_bytes
 from tritonmoe.spec import ModelSpec, MoeSpec
-from tritonmoe.weights import allocate, iter_tensors, weight_bytes
+from tritonmoe.weights import weight_bytes
 
 # By type of device: the libraries' own workspaces, compiled kernels, captured graphs, and what allocators round up.
 RESERVE_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
@@ -144,13 +144,6 @@ def plan(
     return division.slots(budget, expert_slots)
 
 
-def non_expert_bytes(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """Bytes of all weights but the routed experts': embedding, attention, norms, routers, shared and dense layers."""
-    weights = allocate(spec, torch.device("meta"), dtype)
-    experts = [layer.moe.experts for layer in weights.layers if layer.moe is not None]
-    return weight_bytes(spec, dtype) - sum(tensor.nbytes for tensor in iter_tensors(experts))
-
-
 def format_bytes(num_bytes: int) -> str:
     """In binary units, as in "9.00 MiB" or "312 B"."""
     size, unit = _in_units(num_bytes)
@@ -166,7 +159,7 @@ class _Division:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
         self._max_context, self._batch = max_context, batch
         self._num_experts = sum(moe.num_experts for moe in _moes(spec))
-        self._weight_bytes = non_expert_bytes(spec, dtype)
+        self._weight_bytes = weight_bytes(spec, dtype, with_experts=False)
         all_experts = weight_bytes(spec, dtype) - self._weight_bytes
         self._resident_row = (f"all {self._num_experts} experts", all_experts)
 

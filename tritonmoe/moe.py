@@ -48,6 +48,15 @@ class Experts:
         self._weights = weights
         self._scratch = Scratch.allocate(weights.embedding.device)
 
+    is_capturable = True  # whether a forward pass can be captured in a CUDA graph
+
+    def begin(self) -> None:
+        """A generation begins."""
+
+    def report(self) -> list[str]:
+        """What happened to experts since the last `begin`, as lines to print."""
+        return []
+
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         """residual, delta (the attention's output) [T, H] -> the residual after the block [T, H]."""
         layer, weights = self._spec.layers[layer_id], self._weights.layers[layer_id]

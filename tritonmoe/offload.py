@@ -64,6 +64,20 @@ class OffloadedExperts(Experts):
         self._guesses: dict[int, SpeculateOutput] = {}
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
 
+    is_capturable = False  # the host decides in the middle of every layer
+
+    def begin(self) -> None:
+        self.settle()
+        self._reset_counters()
+
+    def report(self) -> list[str]:
+        return self.counters.lines()
+
+    def _reset_counters(self) -> None:
+        self.counters = Counters(len(self._spec.layers), self._store.layout.num_bytes)
+        self.scheduler.counters = self.counters
+        self.copies.num_copies = 0
+
     def close(self) -> None:
         """Stop copying; the store is its owner's to close."""
         self.copies.close()
@@ -103,6 +117,7 @@ class OffloadedExperts(Experts):
         guess = self._guesses.pop(layer_id, None)
         if layer_id == self._moe_layers[0] and not is_prefill:
             self.predictor.begin_step()
+            self.counters.tokens += len(residual)
         if guess is None or self.policy.execute == "routed" or is_prefill:
             return self._true_routing(layer_id, residual, delta)
         spec, weights = self._moe(layer_id)

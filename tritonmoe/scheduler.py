@@ -136,7 +136,6 @@ class Scheduler:
             counters.prefetched_used -= 1
             counters.late -= 1
             counters.routed -= 1
-        self._purpose[slot] = _Purpose.NOTHING
         return True
 
     def abandon(self) -> list[tuple[int, int]]:
@@ -172,7 +171,7 @@ class Scheduler:
         assert pins == self.pool.pins.tolist(), "a slot's pins are not those of open waves and guesses"
         assert self._num_guesses == sum(map(len, self._guesses)), "the count of guesses is wrong"
 
-    def _next_wave(self, layer: int, pending: list[int], most: int) -> Wave | None:
+    def _next_wave(self, layer: int, pending: list[int], most: int, is_first: bool) -> Wave | None:
         """Pin and take for as many of `pending` as fit, and drop them from it."""
         pool, counters, purpose = self.pool, self.counters.layers[layer], self._purpose
         ready: dict[int, int] = {}
@@ -191,7 +190,8 @@ class Scheduler:
         present = [*ready.values(), *late.values()]
         pool.pin(present)
         pool.touch(present)
-        self._end_guessing(layer)
+        if is_first:  # later ones are guesses about the layer's next step
+            self._end_guessing(layer)
         demand = pool.take(layer, missing[: max(0, most - len(present))])
         fetched = [fetch.slot for fetch in demand]
         pool.pin(fetched)
@@ -222,14 +222,14 @@ class Scheduler:
         self._num_guesses += len(slots)
 
     def _let_go(self, layer: int, expert: int) -> tuple[int, int] | None:
-        """Drop a wrong guess; its copy, if that is in flight and nobody else counts on it."""
+        """Drop a wrong guess; its copy, if that is in flight."""
         slot = self._guesses[layer].pop(expert)
         self._num_guesses -= 1
         self.pool.unpin((slot,))
         if self._purpose[slot] is _Purpose.GUESS:
             self.counters.layers[layer].prefetched_wasted += 1
             self._purpose[slot] = _Purpose.WRONG
-        if self.pool.is_in_flight(slot) and not self.pool.is_pinned(slot):
+        if self.pool.is_in_flight(slot):
             return slot, self.pool.epoch_of(slot)
         return None
 
@@ -265,6 +265,7 @@ class Plan:
         self._layer = layer
         self._pending = pending
         self._most = most
+        self._is_first = True
 
     @property
     def is_done(self) -> bool:
@@ -279,4 +280,5 @@ class Plan:
         """
         if not self._pending:
             return None
-        return self._scheduler._next_wave(self._layer, self._pending, self._most)
+        is_first, self._is_first = self._is_first, False
+        return self._scheduler._next_wave(self._layer, self._pending, self._most, is_first)

@@ -1,0 +1,148 @@
+"""Where the experts of a model live: decided from what the user asked for and what fits, then loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tritonmoe.default_vectors import load_default_vectors
+from tritonmoe.errors import InputError
+from tritonmoe.expert_store import ExpertStore
+from tritonmoe.loading import load_weights
+from tritonmoe.memory_plan import Budget, MemoryPlan, plan, read_budget
+from tritonmoe.model import Decoder
+from tritonmoe.offload import OffloadedExperts
+from tritonmoe.operations import Operations, operations
+from tritonmoe.policy import RESIDENT, Policy, resolve
+from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
+from tritonmoe.spec import ModelSpec
+from tritonmoe.weights import ModelWeights, weight_bytes
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_VECTORS = "default-vectors.safetensors"  # beside a model's config.json
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What was asked for; None leaves the choice to `load_decoder`.
+
+    `policy` is the name of a preset, `overrides` what replaces its choices (arguments of `policy.resolve`);
+    `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%".
+    """
+
+    policy: str | None = None
+    gpu_memory: str | None = None
+    expert_slots: str | None = None
+    default_vectors: Path | None = None
+    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether nothing at all was asked for."""
+        return not (self.policy or self.gpu_memory or self.expert_slots or self.default_vectors or self.overrides)
+
+
+@dataclass(frozen=True)
+class Loading:
+    """How to read the checkpoint."""
+
+    folder: Path
+    spec: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    check_finite: bool = True
+    check_memory: bool = True
+    progress: bool = False
+
+    def weights(self, store: ExpertStore | None = None) -> ModelWeights:
+        return load_weights(
+            self.folder,
+            self.spec,
+            self.device,
+            self.dtype,
+            check_finite=self.check_finite,
+            check_memory=self.check_memory,
+            progress=self.progress,
+            store=store,
+        )
+
+
+def load_decoder(loading: Loading, placement: Placement, max_context: int, batch: int = 1) -> Decoder:
+    """Divide the memory, load the weights, put the experts where they belong.
+
+    Nothing asked for: all experts on the device where they fit, else in host memory under the policy "exact"; on a CPU,
+    where both are the same memory, on the device. InputError where it does not fit.
+    """
+    spec, device = loading.spec, loading.device
+    if placement.is_open and device.type == "cpu":
+        return Decoder(spec, loading.weights())
+    vectors_file = _vectors_file(loading.folder, placement)
+    policy, division = _divide(loading, placement, max_context, batch, vectors_file is not None)
+    for line in division.lines():
+        logger.info("%s", line)
+    if policy.is_resident:
+        return Decoder(spec, loading.weights())
+    store = ExpertStore.allocate(spec, loading.dtype)
+    weights = loading.weights(store)
+    defaults = None
+    if policy.uses_default_vectors and vectors_file is not None:
+        vectors = load_default_vectors(vectors_file, spec, weights)
+        defaults = vectors.by_layer(spec, device, loading.dtype)
+    ops = operations(device)
+    predictor = _predictor(policy, ops, spec, weights, defaults)
+    logger.info("%s", policy)
+    experts = OffloadedExperts(ops, spec, weights, store, division.num_slots, policy, predictor, defaults)
+    return Decoder(spec, weights, ops, experts)
+
+
+def _divide(
+    loading: Loading, placement: Placement, max_context: int, batch: int, has_vectors: bool
+) -> tuple[Policy, MemoryPlan]:
+    """The policy that is run, and the division of memory for it."""
+    spec, device, dtype = loading.spec, loading.device, loading.dtype
+    store_bytes = weight_bytes(spec, dtype) - weight_bytes(spec, dtype, with_experts=False)
+    budget = read_budget(placement.gpu_memory, device, store_bytes)
+
+    def divided(policy: Policy) -> MemoryPlan:
+        return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots)
+
+    if placement.policy is None and not placement.expert_slots and not placement.overrides:
+        resident = resolve(RESIDENT)
+        if _fits(resident, loading, budget, max_context, batch):
+            return resident, divided(resident)
+    policy, line = resolve(placement.policy or "exact", **placement.overrides).effective(has_vectors)
+    if policy.predictor == "oracle":
+        raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
+    if line is not None:
+        logger.info("%s", line)
+    return policy, divided(policy)
+
+
+def _fits(policy: Policy, loading: Loading, budget: Budget, max_context: int, batch: int) -> bool:
+    try:
+        return plan(loading.spec, loading.dtype, loading.device, policy, budget, max_context, batch).fits_resident
+    except InputError:
+        return False
+
+
+def _vectors_file(folder: Path, placement: Placement) -> Path | None:
+    if placement.default_vectors is not None:
+        return placement.default_vectors
+    beside = folder / DEFAULT_VECTORS
+    return beside if beside.is_file() else None
+
+
+def _predictor(
+    policy: Policy, ops: Operations, spec: ModelSpec, weights: ModelWeights, defaults: torch.Tensor | None
+) -> Predictor:
+    if policy.predictor == "none":
+        return Predictor()
+    if policy.predictor == "previous-token":
+        return HostPredictor(spec, policy.lookahead)
+    vectors = defaults if policy.predictor == "quasi-hidden" else None
+    return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, vectors)
