@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -25,7 +25,7 @@ OUTPUT = ROOT / "docs/measurements/kernels.json"
 REPLAYS = 30
 
 
-def replay_times(launches: list[Callable[[], object]], replays: int = REPLAYS) -> list[float]:
+def replay_times(launches: Sequence[Callable[[], object]], replays: int = REPLAYS) -> list[float]:
     """Seconds per launch in each of `replays` replays of one graph that holds all launches once."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
@@ -75,7 +75,7 @@ def measure(case: Case, rates: dict[str, float]) -> dict[str, object]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--only", default="", help="measure cases whose name contains this text")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--no-dependent-launch", action="store_true", help="ordinary launches, for comparison")

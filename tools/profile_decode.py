@@ -65,7 +65,7 @@ def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
 
 def main() -> int:
     parser = build_parser()
-    parser.description = __doc__.split("\n")[0]
+    parser.description = (__doc__ or "").split("\n")[0]
     options = parser.parse_args()
     if len(options.batch) != 1 or len(options.context) != 1 or options.baseline:
         parser.error("give one --batch and one --context, and no --baseline")

@@ -87,7 +87,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         files = sorted(folder.glob("model*.safetensors")) or [
             file
             for file in sorted(folder.glob("*.safetensors"))
-            if not file.name.startswith(("adapter", "consolidated"))
+            if not file.name.startswith(("adapter", "consolidated", "default-vectors"))
         ]
         if not files:
             raise CheckpointError(f"{folder}: no .safetensors files; only safetensors checkpoints are read")

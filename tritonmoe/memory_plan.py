@@ -16,7 +16,7 @@ from tritonmoe.expert_store import RecordLayout
 from tritonmoe.kv_cache import kv_bytes_per_token
 from tritonmoe.memory import available_bytes
 from tritonmoe.policy import PRESETS, Policy
-from tritonmoe.session import _step_bytes as step_bytes
+from tritonmoe.session import step_bytes
 from tritonmoe.spec import ModelSpec, MoeSpec
 from tritonmoe.weights import weight_bytes
 

@@ -152,7 +152,8 @@ class OffloadedExperts(Experts):
         foretold.update({} if is_prefill else self.predictor.known(layer_id))
         if not is_prefill:
             self.predictor.observe(layer_id, ids)
-            self._account(layer_id, ids, weights)
+            if self.policy.execute == "routed":  # else what is foretold is what runs
+                self._account(layer_id, ids, weights)
         self._foretold.update(foretold)
         wanted = distinct(ids)
         for slot, epoch in self.scheduler.refute(layer_id, wanted):

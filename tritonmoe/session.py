@@ -57,13 +57,13 @@ class Session:
 def allocate_cache(decoder: Decoder, batch: int, length: int) -> KVCache:
     """A KV cache, after a check that it fits; InputError says what it needs and which option makes it smaller."""
     spec, device, dtype = decoder.spec, decoder.device, decoder.dtype
-    needed = batch * length * kv_bytes_per_token(spec, dtype) + _step_bytes(spec, device, dtype, length)
+    needed = batch * length * kv_bytes_per_token(spec, dtype) + step_bytes(spec, device, dtype, length)
     what = f"the KV cache of {batch} x {length} tokens and attention over it"
     require_memory(needed, device, what, "a smaller --max-context or --max-new-tokens")
     return KVCache.allocate(spec, batch, length, device, dtype)
 
 
-def _step_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, length: int) -> int:
+def step_bytes(spec: ModelSpec, device: torch.device, dtype: torch.dtype, length: int) -> int:
     """The largest tensors of a prefill step: all scores of the reference's attention, or a GPU's expert outputs."""
     tokens = min(prefill_chunk(device), length)
     if device.type != "cuda":

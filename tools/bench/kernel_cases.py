@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,7 +25,7 @@ DEVICE = torch.device("cuda")
 class Case:
     """Launches that each do the same work on other data; bytes, FLOPs and kernels of one of them."""
 
-    launches: list[Callable[[], object]]
+    launches: Sequence[Callable[[], object]]
     num_bytes: int
     flops: int = 0
     kernels: int = 1

@@ -22,8 +22,15 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype, se
     remedy = "another --device or a smaller model"
     require_memory(weight_bytes(spec, dtype), device, f"the weights in {str(dtype).removeprefix('torch.')}", remedy)
     weights = allocate(spec, device, dtype)
+    fill(weights, dtype, seed)
+    return weights
+
+
+def fill(weights: ModelWeights, dtype: torch.dtype, seed: int, with_experts: bool = True) -> None:
+    """Fill allocated weights as `random_weights` says, the routed experts only on request."""
+    device = weights.embedding.device
     generator = torch.Generator(device).manual_seed(seed)
-    for name, tensor in _named(weights):
+    for name, tensor in _named(weights, with_experts):
         if name.endswith("norm"):
             tensor.fill_(1.0)
         elif name.endswith(("bias", "sinks")):
@@ -32,16 +39,16 @@ def random_weights(spec: ModelSpec, device: torch.device, dtype: torch.dtype, se
             tensor.normal_(0.0, SCALE, generator=generator)
             if tensor.dtype != dtype:
                 tensor.copy_(tensor.to(dtype))
-    return weights
 
 
-def _named(node: object, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def _named(node: object, with_experts: bool, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree of weight dataclasses and lists, each with the name of its field."""
     if isinstance(node, torch.Tensor):
         yield name, node
     elif isinstance(node, list):
         for child in node:
-            yield from _named(child, name)
+            yield from _named(child, with_experts, name)
     elif hasattr(node, "__dict__"):
         for field, child in vars(node).items():
-            yield from _named(child, field)
+            if with_experts or field != "experts":
+                yield from _named(child, with_experts, field)
