@@ -178,6 +178,7 @@ def test_logits_do_not_depend_on_capacity_or_replay(engine: Engine, batch: int) 
     assert results[0].isfinite().all()
 
 
+@torch.inference_mode()
 def decoded(decoder: Decoder, token_ids: torch.Tensor, positions: torch.Tensor, cache: KVCache) -> list[torch.Tensor]:
     """Logits of a step: uncaptured, then replayed twice."""
     results = [decoder.decode(token_ids, positions, cache)]

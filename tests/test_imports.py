@@ -21,7 +21,7 @@ LAYERS = (
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),
     ("offload",),
-    ("decode_runner",),
+    ("decode_runner", "trace"),
     ("session",),
     ("memory_plan",),
     ("placement",),

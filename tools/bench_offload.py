@@ -1,7 +1,7 @@
 """Time decoding and prefill with experts in host memory, by policy and number of slots, beside the link's floor.
 
-Weights are random, and so are the tokens of every step, so that routing does not collapse onto few experts; hit rates
-are therefore those of a model without habits. The floor of a step is its fetched bytes over the rate at which records
+Weights are random, and so are the tokens of every step. Embeddings are large, so that the residual stream stays a
+token's own and routing does not collapse onto few experts; hit rates are those of a model without habits. The floor of a step is its fetched bytes over the rate at which records
 were copied in the same run. Experts repeat a few random records: that changes neither bytes nor times.
 """
 
@@ -45,6 +45,7 @@ def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> t
     store = ExpertStore.allocate(spec, dtype)
     weights = allocate(spec, device, dtype, store)
     fill(weights, dtype, SEED, with_experts=False)
+    weights.embedding.normal_(0.0, 1.0)
     shape = (DISTINCT_RECORDS, store.layout.num_elements)
     sources = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE).cpu()
     keys = [(i, e) for i, layer in enumerate(spec.layers) if layer.moe for e in range(layer.moe.num_experts)]

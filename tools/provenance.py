@@ -32,8 +32,8 @@ def provenance() -> dict[str, object]:
 
 
 def _portable(argument: str) -> str:
-    """A file is named, but not the folder it lay in."""
-    return Path(argument).name if "/" in argument and Path(argument).exists() else argument
+    """A file is named, but not the folder it lay in, or is to be written to."""
+    return Path(argument).name if "/" in argument and Path(argument).parent.exists() else argument
 
 
 def _versions() -> dict[str, str]:
@@ -47,7 +47,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, marked when files differ from it."""
+    """The commit, marked when files differ from it. A copy of the tree that cannot tell is told by TRITONMOE_COMMIT."""
+    told = os.environ.get("TRITONMOE_COMMIT")
+    if told:
+        return told
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--dirty", "--abbrev=12"],

@@ -17,7 +17,7 @@ from provenance import ROOT
 MEASUREMENTS = ROOT / "docs/measurements"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("embedded-model", "kernels", "parity", "performance")),
+    *(ROOT / "docs" / f"{name}.md" for name in ("embedded-model", "kernels", "offload", "parity", "performance")),
 )
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BENCHES = ("bench-qwen3-30b-a3b.json", "bench-gpt-oss-20b.json")
@@ -281,6 +281,28 @@ def profile_decode() -> str:
     return text + origin(part)
 
 
+def offload() -> str:
+    part = read("offload-qwen3-30b-a3b.json")
+    rows = []
+    for row in part["rows"]:
+        tpot, hits = row["tpot_ms"], row["counters"]["hit_rate"]["all"]
+        rows.append(
+            [
+                row["policy"].split(":")[0],
+                f"{row['slots']:,} ({percent(row['slots_share'])} %)",
+                f"{figure(tpot['median'])} ({figure(tpot['p10'])}–{figure(tpot['p90'])})",
+                figure(row["floor_ms"]),
+                ABSENT if hits is None else percent(hits),
+                figure(row["bytes_per_token"] / 1e6),
+                figure(row["ttft_ms"]),
+            ]
+        )
+    header = ["policy", "slots", "ms per token", "link floor, ms", "hits, %", "MB per token", "first token, ms"]
+    text = f"{part['model']} in {part['dtype']}, prompt of {part['rows'][0]['context']:,} tokens; records of "
+    text += f"{figure(part['record_bytes'] / 1e6)} MB at {figure(part['link_bytes_per_s'] / 1e9)} GB/s.\n\n"
+    return text + table(header, rows) + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -292,6 +314,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "bench-decode": lambda: "\n".join(map(bench, BENCHES)),
     "kernels": kernels,
     "profile-decode": profile_decode,
+    "offload": offload,
 }
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +17,7 @@ from tritonmoe.errors import EXIT_INTERRUPTED, InputError
 from tritonmoe.generation import Generation
 from tritonmoe.placement import Placement
 from tritonmoe.sampling import MIN_TEMPERATURE, SamplingParams
+from tritonmoe.trace import TraceRecorder
 
 SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 FILTERS = ("top_k", "top_p", "min_p")
@@ -29,6 +31,7 @@ def run(options: argparse.Namespace) -> int:
     _refuse_contradictions(options)
     _params(options, SamplingParams())  # bad values are refused before the model is loaded
     prompts = _prompts(options)
+    recorder = None if options.trace is None else TraceRecorder(options.trace)
     engine = Engine.from_pretrained(
         options.model,
         dtype=options.dtype,
@@ -42,6 +45,13 @@ def run(options: argparse.Namespace) -> int:
     )
     params = _params(options, engine.defaults)
     _refuse_idle_filters(options, params)
+    with nullcontext() if recorder is None else recorder.attach(engine.decoder):
+        return _answer(engine, options, prompts, params)
+
+
+def _answer(
+    engine: Engine, options: argparse.Namespace, prompts: list[str] | None, params: SamplingParams
+) -> int:
     if prompts is None:
         return chat(engine, params, options.system)
     inputs = [_chat_ids(engine, options.system, text) for text in prompts] if options.chat else prompts

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from tritonmoe.sampling import MIN_TEMPERATURE, SamplingParams
+from tritonmoe.sampling import MIN_TEMPERATURE, ONE, SamplingParams, fixed_point
 from tritonmoe_kernels.uniform import uniform, uniform_ref
 
 
@@ -26,8 +26,8 @@ class BatchSampler:
     a captured graph. `sample` chooses one of two sequences of operations, by `is_greedy`, and a graph holds the one it
     was captured with; the one captured while `is_greedy` was False serves any parameters.
 
-    On the CPU the tokens are those of `sampling.sample`. On a GPU sums have another order (that of a single row's
-    cumulative sum is not even fixed), so a draw within a few roundings of float64 of a boundary may take its neighbour.
+    On the CPU the tokens are those of `sampling.sample`. On a GPU the softmax may differ in its last bits, so a draw that
+    close to a boundary may take its neighbour; the sums over it are exact on both.
     """
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:
@@ -97,13 +97,15 @@ class BatchSampler:
 
     def _draw(self, weights: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Apply top-p and min-p to descending weights [B, V] float64 and draw a rank for each row: [B, 1] int64."""
+        weights = fixed_point(weights)
         covered = weights.cumsum(-1)
         before = covered - weights  # what more likely tokens already cover
-        kept = (before < self._top_p) & (weights >= self._min_p * weights[:, :1])
+        kept = (before < self._top_p * ONE) & (weights >= self._min_p * weights[:, :1])
         # Both filters keep a leading part, so one cumulative sum serves the draw too. Not a number keeps nothing.
         last = (kept.sum(-1, keepdim=True) - 1).clamp(min=0)
         draw = uniform_ref if weights.device.type == "cpu" else uniform
-        threshold = draw(self._seeds, positions)[:, None] * covered.gather(-1, last)
+        drawn = draw(self._seeds, positions)[:, None].double() * covered.gather(-1, last).double()
+        threshold = drawn.floor().long()
         return torch.minimum(torch.searchsorted(covered, threshold, right=True), last)
 
     def _check(self, logits: torch.Tensor, positions: torch.Tensor) -> None:

@@ -84,6 +84,12 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--miss-fill", choices=("none", "default-vector"), help="what stands in for them")
     group.add_argument("--eviction", choices=("lru", "lfu"), help="which slot to give up first")
     group.add_argument("--default-vectors", type=Path, metavar="FILE", help="made by tools/calibrate.py")
+    group.add_argument(
+        "--trace",
+        type=Path,
+        metavar="FILE",
+        help="record routing, predictions and fetches as .npz for tools/replay.py; with resident experts, too: routing",
+    )
     return parser
 
 

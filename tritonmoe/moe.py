@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -36,6 +37,8 @@ class Hooks:
 
     on_route: Callable[[int, torch.Tensor], None] | None = None  # layer, topk_ids [T, K] int32
     on_experts: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # also their outputs [T, K, H]
+    # After a layer: layer, is_prefill, topk_ids and topk_weights [T, K], what it foretold (ids [T, M] by later layer).
+    on_layer: Callable[[int, bool, np.ndarray, np.ndarray, dict[int, np.ndarray]], None] | None = None
 
 
 class Experts:
@@ -81,6 +84,9 @@ class Experts:
         moe = self._weights.layers[layer_id].moe
         assert moe is not None
         self._run_slots(layer_id, routed.x, routed.topk_ids, moe.experts, out)
+        if self.hooks.on_layer is not None:
+            ids, weights = routed.topk_ids.cpu().numpy(), routed.topk_weights.cpu().numpy()
+            self.hooks.on_layer(layer_id, is_prefill, ids, weights, {})
         return routed.topk_weights
 
     def _true_routing(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor) -> NormRouterOutput:

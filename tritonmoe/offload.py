@@ -162,6 +162,8 @@ class OffloadedExperts(Experts):
         if not is_prefill:
             wanted = self._leave_out(layer_id, ids, weights, wanted, out)
         self._run_waves(layer_id, routed.x, ids, wanted, out, foretold, is_prefill)
+        if self.hooks.on_layer is not None:
+            self.hooks.on_layer(layer_id, is_prefill, ids, weights, foretold)
         return routed.topk_weights
 
     def _run_waves(

@@ -19,6 +19,7 @@ MIN_TEMPERATURE = 1e-5  # below, dividing by it overflows; the distribution is t
 PHILOX_KEY_STEP = (0x9E3779B9, 0xBB67AE85)
 PHILOX_MULTIPLIER = (0xD2511F53, 0xCD9E8D57)
 WORD = 0xFFFFFFFF
+ONE = 1 << 52  # probability 1 in fixed point: sums stay within int64, and exact as float64
 NOT_FINITE = "the model computed logits that are not finite; check its weights, or use --dtype float32"
 
 
@@ -85,15 +86,21 @@ def sample(logits: torch.Tensor, params: SamplingParams, history: list[int], pos
     if params.temperature < MIN_TEMPERATURE:
         return int(logits.argmax())
     candidates, ids = _descending(logits, params.top_k)
-    weights = (candidates.double() / params.temperature).softmax(-1)
+    weights = fixed_point((candidates.double() / params.temperature).softmax(-1))
     if params.top_p < 1.0:
         before = weights.cumsum(-1) - weights  # what more likely tokens already cover
-        weights = weights * (before < params.top_p)
+        weights = weights * (before.double() < params.top_p * ONE)  # beside a number, torch would round to float32
     if params.min_p > 0.0:
-        weights = weights * (weights >= params.min_p * weights[0])
+        weights = weights * (weights.double() >= params.min_p * weights[0].double())
     covered = weights.cumsum(-1)
-    threshold = uniform(params.seed, position) * covered[-1]
+    threshold = (uniform(params.seed, position) * covered[-1].double()).floor().long()
     return int(ids[torch.searchsorted(covered, threshold, right=True)])
+
+
+def fixed_point(probabilities: torch.Tensor) -> torch.Tensor:
+    """Probabilities (float64) as int64 multiples of 2^-52, whose sums are the same in any order: on a GPU that of a
+    running sum of floats changes from run to run."""
+    return (probabilities * ONE).round().long()
 
 
 def _descending(logits: torch.Tensor, top_k: int) -> tuple[torch.Tensor, torch.Tensor]:

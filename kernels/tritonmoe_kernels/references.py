@@ -65,8 +65,10 @@ def rope_qk_ref(
         q, k = reference.rms_norm(q, q_norm, epsilon), reference.rms_norm(k, k_norm, epsilon)
     row = torch.arange(len(qkv), device=qkv.device) // tokens_per_row if rows is None else rows.long()
     keep = (positions >= 0) & (positions < length)
-    keys[row[keep], :, positions[keep]] = k[keep]
-    values[row[keep], :, positions[keep]] = v[keep]
+    if not bool(keep.all()):
+        row, positions, k, v = row[keep], positions[keep], k[keep], v[keep]
+    keys[row, :, positions] = k
+    values[row, :, positions] = v
     return q
 
 
@@ -97,8 +99,11 @@ def attention_prefill_ref(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attention_prefill` in float32 torch, rounded once; entries that nobody sees may hold anything."""
-    seen = torch.arange(keys.shape[2], device=q.device) <= positions.amax(dim=1, keepdim=True)  # [B, L]
-    keys, values = (part.float().masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
+    keys, values = keys.float(), values.float()
+    last = positions.amax(dim=1, keepdim=True)  # [B, 1]
+    if bool((last + 1 < keys.shape[2]).any()):
+        seen = torch.arange(keys.shape[2], device=q.device) <= last  # [B, L]
+        keys, values = (part.masked_fill(~seen[:, None, :, None], 0.0) for part in (keys, values))
     result = reference.attention(q.float(), keys, values, positions, scale, window, sinks)
     result = result.masked_fill(positions[..., None] < 0, 0.0).to(q.dtype)
     return result if out is None else out.copy_(result)
