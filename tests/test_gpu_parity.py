@@ -39,5 +39,5 @@ def test_bfloat16_is_as_close_as_transformers(name: str, tmp_path: Path, record_
     ours = run(decoder, ids, [PROMPT_LENGTH])
     our_error, their_error = ((x - expected).square().mean().sqrt().item() for x in (ours, theirs))
     record_property("rms_error_ratio", our_error / their_error)
-    print(f"{name}: rms error {our_error:.4g}, transformers {their_error:.4g}, ratio {our_error / their_error:.3f}")
+    print(f"\n{name}: rms error {our_error:.4g}, transformers {their_error:.4g}, ratio {our_error / their_error:.3f}")
     assert our_error <= BF16_ERROR_RATIO * their_error

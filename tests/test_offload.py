@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -11,7 +12,9 @@ import pytest
 import torch
 from test_architectures import parse
 
+from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.copy_engine import Copy, CopyEngine, ThreadCopies, copy_engine
+from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
@@ -19,8 +22,10 @@ from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import Operations, operations
 from tritonmoe.policy import Policy, resolve
 from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
+from tritonmoe.rope import inverse_frequencies
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights, allocate, iter_tensors
+from tritonmoe_kernels import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # wherever it runs, on what is there
@@ -40,6 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = 12
+BOOKKEEPING = ("offload.py", "scheduler.py", "slot_pool.py", "copy_engine.py")
 
 
 def make_spec(name: str) -> ModelSpec:
@@ -95,7 +101,8 @@ class Offloaded:
         """Everything that was counted was moved, and nothing is pinned between steps but what is foretold."""
         self.experts.scheduler.check_integrity()
         self.experts.settle()
-        assert self.experts.counters.moved_records() == self.experts.copies.num_copies
+        moved = self.experts.counters.moved_records() + self.experts.prefill_counters.moved_records()
+        assert moved == self.experts.copies.num_copies
 
 
 def generate(decoder: Decoder, batch: int, prompt_length: int = 9, steps: int = STEPS) -> torch.Tensor:
@@ -226,8 +233,9 @@ def test_without_a_cache_every_layer_fetches_its_experts() -> None:
     offloaded = Offloaded(spec, noise(spec), 2, POLICIES["on-demand"])
     generate(offloaded.decoder, 1, prompt_length=1, steps=5)
     for layer in offloaded.experts.counters.layers:
-        assert (layer.demand, layer.hits, layer.prefetched) == (2 * 6, 0, 0)
-    assert offloaded.experts.copies.num_copies == 4 * 2 * 6
+        assert (layer.demand, layer.hits, layer.prefetched) == (2 * 5, 0, 0)
+    assert offloaded.experts.counters.tokens == 5
+    assert offloaded.experts.copies.num_copies == 4 * 2 * (1 + 5)
 
 
 @pytest.mark.parametrize("gate", ["speculated", "routed"])
@@ -300,8 +308,109 @@ def test_interrupted_in_the_middle_of_a_layer() -> None:
         with pytest.raises(KeyboardInterrupt):
             generate(offloaded.decoder, 1)
         offloaded.experts._run_slots = original  # type: ignore[method-assign]
+        offloaded.experts.begin()
         assert torch.equal(generate(offloaded.decoder, 1), expected)
         offloaded.check()
+
+
+def test_interrupted_between_any_two_statements() -> None:
+    """Ctrl-C may come anywhere in the bookkeeping, which is most of what the host does."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1, steps=3)
+    offloaded = Offloaded(spec, weights, 6, POLICIES["quasi-hidden"])
+    chance = random.Random(1)
+    for _ in range(60):
+        left = chance.randrange(1, 4000)
+
+        def trace(frame: Any, event: str, _argument: Any) -> Any:
+            nonlocal left
+            if not frame.f_code.co_filename.endswith(BOOKKEEPING):
+                return None
+            left -= event == "line"
+            if left == 0:
+                raise KeyboardInterrupt
+            return trace
+
+        sys.settrace(trace)
+        try:
+            generate(offloaded.decoder, 1, steps=3)
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+        offloaded.experts.begin()
+        assert torch.equal(generate(offloaded.decoder, 1, steps=3), expected)
+        offloaded.check()
+
+
+def test_previous_token_forgets_the_last_generation() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = Offloaded(spec, weights, 8, POLICIES["previous-token"])
+    for batch in (2, 1, 3):
+        offloaded.experts.begin()
+        assert torch.equal(generate(offloaded.decoder, batch), generate(Decoder(spec, weights), batch))
+
+
+def test_speculated_execution_refuses_a_large_batch() -> None:
+    spec = make_spec("qwen3")
+    offloaded = Offloaded(spec, noise(spec), 32, resolve("router-pf"))
+    with pytest.raises(InputError, match="at most 16 sequences"):
+        generate(offloaded.decoder, 17, steps=1)
+
+
+def router_pf_step(
+    spec: ModelSpec, weights: ModelWeights, defaults: torch.Tensor, token: int, position: int, cache: KVCache
+) -> torch.Tensor:
+    """Speculate, then execute what was speculated (arXiv 2603.19289, Router-PF): logits [V] of one token."""
+    x = weights.embedding[token][None]
+    ids = gates = None
+    for i, (layer, w) in enumerate(zip(spec.layers, weights.layers, strict=True)):
+        assert layer.moe is not None
+        assert w.moe is not None
+        at = torch.tensor([position], device=DEVICE)
+        inv_freq = inverse_frequencies(layer.attention.rope).to(DEVICE)
+        tokens = Tokens(at, at + 1, 1, None, position + 1)
+        r = x + attention_block(
+            operations(DEVICE), layer.attention, w.attention, x, w.input_norm, spec.norm_epsilon, inv_freq, tokens,
+            cache.keys[i], cache.values[i],
+        )  # fmt: skip
+        normed = reference.rms_norm(r, w.post_norm, spec.norm_epsilon)
+        if ids is None:
+            logits = reference.router_logits(normed, w.moe.router)
+            ids, gates = reference.route_topk(logits, layer.moe.num_experts_per_tok, "softmax", True)
+        guess = r + sum(gate * defaults[i, e] for gate, e in zip(gates[0], ids[0], strict=True))
+        y = torch.zeros_like(r)
+        for gate, e in zip(gates[0], ids[0], strict=True):
+            experts = w.moe.experts
+            y += gate * reference.glu_mlp(normed, experts.gate_up[e], experts.down[e])
+        if i + 1 < len(spec.layers):
+            later = weights.layers[i + 1]
+            assert later.moe is not None
+            q = reference.rms_norm(guess, later.post_norm, spec.norm_epsilon)
+            logits = reference.router_logits(q, later.moe.router)
+            ids, gates = reference.route_topk(logits, layer.moe.num_experts_per_tok, "softmax", True)
+        x = r + y
+    return (reference.rms_norm(x, weights.final_norm, spec.norm_epsilon) @ weights.head.T)[0]
+
+
+def test_router_pf_equals_an_independent_reference() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = Offloaded(spec, weights, 8, resolve("router-pf"))
+    predictor = offloaded.experts.predictor
+    assert isinstance(predictor, RouterPredictor)
+    assert predictor._defaults is not None
+    caches = [KVCache.allocate(spec, 1, 20, DEVICE, torch.float32) for _ in range(2)]
+    prompt = torch.tensor([[3, 1, 4, 1, 5]], device=DEVICE)
+    for cache, decoder in zip(caches, (offloaded.decoder, Decoder(spec, weights)), strict=True):
+        decoder.prefill(prompt, 0, cache)
+    for position, token in enumerate((9, 2, 6, 5, 3), start=5):
+        ids, at = torch.tensor([token], device=DEVICE), torch.tensor([position], device=DEVICE)
+        ours = offloaded.decoder.decode(ids, at, caches[0], position + 1)[0]
+        theirs = router_pf_step(spec, weights, predictor._defaults, token, position, caches[1])
+        assert (ours - theirs).abs().max() < 1e-4 * theirs.abs().max()
 
 
 def test_a_thousand_steps_with_the_fewest_slots() -> None:

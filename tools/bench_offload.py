@@ -1,8 +1,9 @@
 """Time decoding and prefill with experts in host memory, by policy and number of slots, beside the link's floor.
 
 Weights are random, and so are the tokens of every step. Embeddings are large, so that the residual stream stays a
-token's own and routing does not collapse onto few experts; hit rates are those of a model without habits. The floor of a step is its fetched bytes over the rate at which records
-were copied in the same run. Experts repeat a few random records: that changes neither bytes nor times.
+token's own and routing does not collapse onto few experts; hit rates are those of a model without habits. The floor of
+a step is its fetched bytes over the rate at which records were copied in the same run. Experts repeat a few random
+records: that changes neither bytes nor times.
 """
 
 from __future__ import annotations

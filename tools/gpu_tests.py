@@ -19,7 +19,7 @@ OUTPUT = ROOT / "docs/measurements/gpu-tests.json"
 PROCESSES = 14
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu or kernel"]
 # What the parity tests print, one line per architecture.
-PARITY = re.compile(r"\.*(\S+): rms error (\S+), transformers (\S+), ratio (\S+)")
+PARITY = re.compile(r"^(\S+): rms error (\S+), transformers (\S+), ratio (\S+)$", re.MULTILINE)
 SUMMARY = re.compile(r"^(?:\d+ \w+,? ?)+ in [\d.]+s.*$", re.MULTILINE)
 COUNT = re.compile(r"(\d+) (passed|failed|skipped|error)")
 

@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
         check_memory=not options.no_check_memory,
         progress=_is_terminal(sys.stderr),
         placement=_placement(options),
+        batch_size=1 if prompts is None else len(prompts),
     )
     params = _params(options, engine.defaults)
     _refuse_idle_filters(options, params)
@@ -49,9 +50,7 @@ def run(options: argparse.Namespace) -> int:
         return _answer(engine, options, prompts, params)
 
 
-def _answer(
-    engine: Engine, options: argparse.Namespace, prompts: list[str] | None, params: SamplingParams
-) -> int:
+def _answer(engine: Engine, options: argparse.Namespace, prompts: list[str] | None, params: SamplingParams) -> int:
     if prompts is None:
         return chat(engine, params, options.system)
     inputs = [_chat_ids(engine, options.system, text) for text in prompts] if options.chat else prompts

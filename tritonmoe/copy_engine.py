@@ -8,6 +8,7 @@ host never waits; on a CPU a thread copies beside the one that computes.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -39,7 +40,7 @@ class CopyEngine:
     def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
         """`slots` [S, N] on the device that computes; `landed(slot, epoch)` is told of each copy that is complete."""
         self._slots = slots
-        self._landed = landed
+        self.landed = landed
         self._depth = depth
         self._queues: dict[Priority, deque[Copy]] = {priority: deque() for priority in Priority}
         self._started: dict[int, Copy] = {}  # by slot, in the order of their start
@@ -62,7 +63,7 @@ class CopyEngine:
         """Report what has landed, start what may start. Cheap: to be called whenever the host has nothing to do."""
         for slot in [slot for slot, copy in self._started.items() if self._is_done(copy)]:
             copy = self._started.pop(slot)
-            self._landed(copy.slot, copy.epoch)
+            self.landed(copy.slot, copy.epoch)
         while len(self._started) < self._depth:
             queue = next((queue for queue in self._queues.values() if queue), None)
             if queue is None:
@@ -93,9 +94,22 @@ class CopyEngine:
 
     def close(self) -> None:
         """Drop what is queued and wait for what is under way."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every copy, once none is under way; whatever an exception left of the bookkeeping."""
         for queue in self._queues.values():
             queue.clear()
-        self.drain()
+        self._quiesce()
+        self._started.clear()
+
+    def waited_s(self) -> float:
+        """Seconds that the computation has waited for copies since the last call, the exposed transfer time."""
+        raise NotImplementedError
+
+    def _quiesce(self) -> None:
+        """Wait, on the host, until no copy is under way."""
+        raise NotImplementedError
 
     def _begin(self, copy: Copy) -> None:
         self.num_copies += 1
@@ -125,6 +139,26 @@ class StreamCopies(CopyEngine):
         self._stream = torch.cuda.Stream(slots.device)
         self._events: dict[int, torch.cuda.Event] = {}  # of the last copy into a slot
         self._reads: dict[int, torch.cuda.Event] = {}  # after the last read of a slot
+        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # before and after each wait
+
+    def wait(self, slots: Iterable[int]) -> None:
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        super().wait(slots)
+        after.record()
+        self._waits.append((before, after))
+
+    def waited_s(self) -> float:
+        waits, self._waits = self._waits, []
+        if waits:
+            waits[-1][1].synchronize()
+        return sum(before.elapsed_time(after) for before, after in waits) / 1e3
+
+    def _quiesce(self) -> None:
+        self._stream.synchronize()
+        torch.cuda.current_stream().synchronize()
+        self._reads.clear()
+        self._waits.clear()
 
     def release(self, slots: Iterable[int]) -> None:
         event = torch.cuda.Event()
@@ -157,10 +191,25 @@ class ThreadCopies(CopyEngine):
         super().__init__(slots, landed, depth)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="expert-copies")
         self._done: dict[int, Future[object]] = {}
+        self._waited_s = 0.0
 
     def close(self) -> None:
         super().close()
         self._threads.shutdown()
+
+    def wait(self, slots: Iterable[int]) -> None:
+        began = time.perf_counter()
+        super().wait(slots)
+        self._waited_s += time.perf_counter() - began
+
+    def waited_s(self) -> float:
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def _quiesce(self) -> None:
+        self._threads.submit(bool).result()  # there is one thread: this comes after all that was submitted
+        self._done.clear()
+        self._waited_s = 0.0
 
     def _copy(self, copy: Copy) -> None:
         self._slots[copy.slot].copy_(copy.record)

@@ -12,6 +12,8 @@ from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.sampling import NOT_FINITE, SamplingParams, sample
 
+MAX_UNREAD = 3  # draws whose tokens were not taken yet, each in a buffer of its own
+
 
 class DecodeRunner:
     """The sequences of one batch, advancing by a token at a time.
@@ -94,8 +96,6 @@ class _HostSteps:
 class _DeviceSteps:
     """Token ids, positions and sampling parameters live in device memory; a step is captured once and replayed."""
 
-    lookahead = 1
-
     def __init__(self, runner: DecodeRunner, capture: bool) -> None:
         from tritonmoe.device_sampling import BatchSampler
 
@@ -108,7 +108,7 @@ class _DeviceSteps:
         self._capture = capture and self._decoder.experts.is_capturable
         # By whether every row is greedy, which needs no sorting. None: the step has run, and can be captured now.
         self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
-        self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(self.lookahead + 2))
+        self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(MAX_UNREAD))
         self._drawn: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
     @torch.inference_mode()
@@ -138,6 +138,11 @@ class _DeviceSteps:
             self._graphs[kind] = None
         self._fetch()
 
+    @property
+    def lookahead(self) -> int:
+        """A step that needs the host in between would hold up the tokens of the one before."""
+        return 1 if self._capture else 0
+
     def tokens(self) -> list[int]:
         landed, event = self._drawn.popleft()
         event.synchronize()
@@ -157,6 +162,7 @@ class _DeviceSteps:
 
     def _fetch(self) -> None:
         """Copy the result to the host, behind the step and ahead of the next one, which overwrites it."""
+        assert len(self._drawn) < MAX_UNREAD, "take the tokens of earlier steps first"
         landing = self._landing[0]
         self._landing.rotate(-1)
         landing.copy_(self._result, non_blocking=True)

@@ -26,8 +26,8 @@ class BatchSampler:
     a captured graph. `sample` chooses one of two sequences of operations, by `is_greedy`, and a graph holds the one it
     was captured with; the one captured while `is_greedy` was False serves any parameters.
 
-    On the CPU the tokens are those of `sampling.sample`. On a GPU the softmax may differ in its last bits, so a draw that
-    close to a boundary may take its neighbour; the sums over it are exact on both.
+    On the CPU the tokens are those of `sampling.sample`. On a GPU the softmax may differ in its last bits, so a draw
+    that close to a boundary may take its neighbour; the sums over it are exact on both.
     """
 
     def __init__(self, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> None:

@@ -76,12 +76,14 @@ class Engine:
         check_memory: bool = True,
         progress: bool = False,
         placement: Placement | None = None,
+        batch_size: int = 1,
     ) -> Engine:
         """Load a model from a folder, from a hub id (`org/name`), or the embedded one ("nano").
 
         `dtype` "auto" is float32 on the CPU, where it is faster, and on a GPU what the checkpoint says. `max_context`
         bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr. `placement`
-        says where experts live and how they are fetched; by default on the device where they fit, else in host memory.
+        says where experts live and how they are fetched; by default on the device where they fit, else in host memory;
+        memory is divided for `batch_size` sequences of `max_context` tokens.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
         if model == EMBEDDED and revision is None:
@@ -90,6 +92,8 @@ class Engine:
             folder = resolve_model(model, revision=revision)
         spec = load_spec(folder)
         target = resolve_device(device)
+        if target.type == "cuda":
+            torch.cuda.set_device(target)  # kernels and events go to the current one
         # Small files first: a mistake in one of them should not cost the time to load the weights.
         tokenizer = Tokenizer.from_folder(folder)
         config = read_json(folder / "config.json")
@@ -100,8 +104,13 @@ class Engine:
         loading = Loading(
             folder, spec, target, resolve_dtype(dtype, target, spec), check_weights, check_memory, progress
         )
-        decoder = load_decoder(loading, placement or Placement(), limit)
+        decoder = load_decoder(loading, placement or Placement(), limit, batch_size)
         return cls(decoder, tokenizer, template, stop_ids, defaults, limit)
+
+    def close(self) -> None:
+        """Give back what experts in host memory hold; the engine must not be used afterwards."""
+        self._idle.clear()
+        self.decoder.experts.close()
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Continue one prompt: a string, which gets the special tokens the tokenizer puts around a plain text,
@@ -179,7 +188,8 @@ class Engine:
         length = max(row.max_length for row in rows)
         runner = self._idle.pop(len(rows), None)
         if runner is None or runner.cache.max_length < length:
-            runner = None  # freed before the larger one is allocated
+            runner = None  # freed, as those of other batch sizes, before this one is allocated
+            self._idle.clear()
             # A power of two, so that calls of similar lengths share it.
             capacity = min(self.max_context, 1 << (length - 1).bit_length())
             cache = allocate_cache(self.decoder, len(rows), capacity)

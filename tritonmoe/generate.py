@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
   0    done
@@ -24,10 +25,6 @@ EXIT_CODES = """exit codes:
   2    bad input or an environment that cannot serve it; one line on stderr says what to change
   130  interrupted by Ctrl-C
 """
-
-
-POLICIES = ("resident", "on-demand", "exact", "router-pf")
-PREDICTORS = ("none", "residual", "quasi-hidden", "previous-token")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -68,21 +65,27 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use: 10GiB, or 80%% of what is free")
     group.add_argument("--expert-slots", metavar="N|P%", help="experts to hold on the device, of all layers")
     group.add_argument(
-        "--policy", choices=POLICIES, help="where experts live and which run (default: resident if it fits, else exact)"
+        "--policy",
+        choices=PRESET_NAMES,
+        help="where experts live and which run (default: resident if it fits, else exact)",
     )
     group.add_argument("--no-check-weights", action="store_true", help="load weights with NaN or infinite values")
     group.add_argument("--no-check-memory", action="store_true", help="load even if memory seems too small")
     group.add_argument("--no-stream", action="store_true", help="print the text once it is complete")
     group.add_argument("--json", action="store_true", help="print one JSON object (a line per prompt) instead of text")
     group = parser.add_argument_group("experts in host memory (defaults: those of --policy)")
-    group.add_argument("--predict", choices=PREDICTORS, help="foretell the experts of later layers, and prefetch them")
+    group.add_argument(
+        "--predict",
+        choices=[name for name in CHOICES["predictor"] if name != "oracle"],
+        help="foretell the experts of later layers, and prefetch them",
+    )
     group.add_argument("--lookahead", type=int, metavar="L", help="layers to foretell, 1 to 3")
     group.add_argument("--candidates", type=int, metavar="M", help="experts to prefetch beyond those a token needs")
-    group.add_argument("--execute", choices=("routed", "speculated"), help="which experts run; routed is exact")
-    group.add_argument("--gate", choices=("routed", "speculated"), help="whose weights speculated experts get")
+    group.add_argument("--execute", choices=CHOICES["execute"], help="which experts run; routed is exact")
+    group.add_argument("--gate", choices=CHOICES["gate"], help="whose weights speculated experts get")
     group.add_argument("--miss-tolerance", type=float, metavar="T", help="do without missing experts of a lesser share")
-    group.add_argument("--miss-fill", choices=("none", "default-vector"), help="what stands in for them")
-    group.add_argument("--eviction", choices=("lru", "lfu"), help="which slot to give up first")
+    group.add_argument("--miss-fill", choices=CHOICES["miss_fill"], help="what stands in for them")
+    group.add_argument("--eviction", choices=CHOICES["eviction"], help="which slot to give up first")
     group.add_argument("--default-vectors", type=Path, metavar="FILE", help="made by tools/calibrate.py")
     group.add_argument(
         "--trace",

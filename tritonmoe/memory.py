@@ -38,7 +38,9 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 def available_bytes(device: torch.device) -> int:
     """Bytes that can be allocated on `device` now (main memory: without swapping, within the container's limit)."""
     if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+        # What torch's allocator keeps for later counts as free: it gives it back when it needs to.
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     try:
         fields = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(fields["MemAvailable"].split()[0]) * 1024

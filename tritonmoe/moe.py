@@ -56,6 +56,9 @@ class Experts:
     def begin(self) -> None:
         """A generation begins."""
 
+    def close(self) -> None:
+        """Give back what is held outside the weights."""
+
     def report(self) -> list[str]:
         """What happened to experts since the last `begin`, as lines to print."""
         return []

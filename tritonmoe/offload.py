@@ -13,7 +13,6 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,9 +20,10 @@ import torch
 
 from tritonmoe.copy_engine import CopyEngine, Priority, copy_engine
 from tritonmoe.counters import Counters
+from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.moe import Experts, routing_rule
-from tritonmoe.operations import Operations
+from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
 from tritonmoe.policy import Policy
 from tritonmoe.predictors import Predictor
 from tritonmoe.scheduler import Plan, Scheduler, Wave
@@ -57,46 +57,58 @@ class OffloadedExperts(Experts):
         self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
         self._num_experts = max(layer.moe.num_experts for layer in spec.layers if layer.moe is not None)
         self.pool = SlotPool(num_slots, len(spec.layers), self._num_experts, policy.eviction)
-        self.counters = Counters(len(spec.layers), store.layout.num_bytes)
+        self.counters = Counters(len(spec.layers), store.layout.num_bytes)  # of decode steps
+        self.prefill_counters = Counters(len(spec.layers), store.layout.num_bytes)
         self.scheduler = Scheduler(self.pool, self.counters)
         self._make_copies = make_copies
         self._slots, self.copies = self._make_slots(num_slots)
         self._guesses: dict[int, SpeculateOutput] = {}
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
+        self._is_torn = False  # an exception may have left the bookkeeping half done
 
     is_capturable = False  # the host decides in the middle of every layer
 
     def begin(self) -> None:
         self.settle()
-        self._reset_counters()
-
-    def report(self) -> list[str]:
-        return self.counters.lines()
-
-    def _reset_counters(self) -> None:
-        self.counters = Counters(len(self._spec.layers), self._store.layout.num_bytes)
+        self.predictor.begin()
+        layers, record_bytes = len(self._spec.layers), self._store.layout.num_bytes
+        self.counters, self.prefill_counters = Counters(layers, record_bytes), Counters(layers, record_bytes)
         self.scheduler.counters = self.counters
         self.copies.num_copies = 0
 
+    def report(self) -> list[str]:
+        self.counters.wait_s = self.copies.waited_s()
+        fetched = self.prefill_counters.moved_records() * self._store.layout.num_bytes
+        return [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
+
     def close(self) -> None:
-        """Stop copying; the store is its owner's to close."""
+        """Stop copying, and make the store's memory pageable again."""
         self.copies.close()
+        self._store.close()
 
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        try:
-            return super().layer(layer_id, residual, delta, is_prefill)
-        except BaseException:  # an interrupt, too, must not leave slots pinned for a wave that nobody finishes
-            self.settle()
-            raise
+        if self._is_torn:
+            self._start_afresh()
+        self._is_torn = True  # until the end of the layer: an interrupt comes between any two of its statements
+        if layer_id == self._moe_layers[0]:
+            self.scheduler.counters = self.prefill_counters if is_prefill else self.counters
+        self.copies.pump()
+        residual = super().layer(layer_id, residual, delta, is_prefill)
+        self._is_torn = False
+        return residual
 
     def settle(self) -> None:
-        """Give up what is foretold and wait for what is under way: after a generation, or an interrupted step."""
+        """Give up what is foretold and wait for what is under way: between generations."""
+        if self._is_torn:
+            self._start_afresh()
+        self._is_torn = True
         self._guesses.clear()
         self._foretold.clear()
         for slot, epoch in self.scheduler.abandon():
             if self.copies.cancel(slot, epoch):
                 self.scheduler.abort(slot, epoch)
         self.copies.drain()
+        self._is_torn = False
 
     def resize(self, num_slots: int) -> None:
         """Another number of slots, all empty; between generations."""
@@ -107,6 +119,16 @@ class OffloadedExperts(Experts):
         self._slots, self.copies = self._make_slots(num_slots)
         self.copies.num_copies = moved
 
+    def _start_afresh(self) -> None:
+        """Forget every slot: what an exception interrupted cannot be told from what it did not."""
+        self.copies.reset()
+        self.pool = SlotPool(self.pool.num_slots, len(self._spec.layers), self._num_experts, self.policy.eviction)
+        self.scheduler = Scheduler(self.pool, self.counters)
+        self.copies.landed = self.pool.landed
+        self._guesses.clear()
+        self._foretold.clear()
+        self._is_torn = False
+
     def _make_slots(self, num_slots: int) -> tuple[ExpertWeights, CopyEngine]:
         layout = self._store.layout
         shape = (num_slots, layout.num_elements)
@@ -115,11 +137,17 @@ class OffloadedExperts(Experts):
 
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
-        if layer_id == self._moe_layers[0] and not is_prefill:
+        is_first = layer_id == self._moe_layers[0]
+        if is_first and not is_prefill:
             self.predictor.begin_step()
             self.counters.tokens += len(residual)
-        if guess is None or self.policy.execute == "routed" or is_prefill:
+        if is_first or is_prefill or self.policy.execute == "routed":
             return self._true_routing(layer_id, residual, delta)
+        if guess is None:
+            raise InputError(
+                f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
+                "use fewer, or --execute routed"
+            )
         spec, weights = self._moe(layer_id)
         if self.policy.gate == "routed":
             routed = self._true_routing(layer_id, residual, delta)
@@ -204,20 +232,22 @@ class OffloadedExperts(Experts):
 
     def _run_wave(self, layer_id: int, x: torch.Tensor, ids: np.ndarray, wave: Wave, out: torch.Tensor) -> None:
         missing = {**wave.late, **{expert: slot for expert, slot, _ in wave.demand}}
+        # Before any wait: on a GPU the ids would queue up behind the records.
+        ready_ids, missing_ids = self._slot_ids(ids, wave.ready), self._slot_ids(ids, missing)
         if wave.ready:
-            self._run_slots(layer_id, x, self._slot_ids(ids, wave.ready), self._slots, out)
+            self._run_slots(layer_id, x, ready_ids, self._slots, out)
         if missing:
-            began = time.perf_counter()
             self.copies.wait(missing.values())
-            self.counters.wait_s += time.perf_counter() - began
-            self._run_slots(layer_id, x, self._slot_ids(ids, missing), self._slots, out)
+            self._run_slots(layer_id, x, missing_ids, self._slots, out)
         self.copies.release([*wave.ready.values(), *missing.values()])
 
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
+        # What will run anyway is no guess.
+        priority = Priority.DEMAND if self.policy.execute == "speculated" else Priority.PREFETCH
         for later in sorted(foretold):
             # Best first: every token's most likely expert, then every token's second.
             for expert, slot, epoch in self.scheduler.prefetch(later, distinct(foretold[later].T)):
-                self.copies.submit(self._store.record(later, expert), slot, epoch, Priority.PREFETCH)
+                self.copies.submit(self._store.record(later, expert), slot, epoch, priority)
         self.copies.pump()
 
     def _prefill_ahead(self, layer_id: int, num_wanted: int) -> dict[int, np.ndarray]:

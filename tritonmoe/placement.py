@@ -111,7 +111,7 @@ def _divide(
     def divided(policy: Policy) -> MemoryPlan:
         return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots)
 
-    if placement.policy is None and not placement.expert_slots and not placement.overrides:
+    if placement.policy is None and not (placement.expert_slots or placement.overrides or placement.default_vectors):
         resident = resolve(RESIDENT)
         if _fits(resident, loading, budget, max_context, batch):
             return resident, divided(resident)
@@ -120,6 +120,8 @@ def _divide(
         raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
     if line is not None:
         logger.info("%s", line)
+    if placement.default_vectors is not None and not policy.uses_default_vectors:
+        raise InputError(f"--default-vectors has no effect with --predict {policy.predictor}; leave it out")
     return policy, divided(policy)
 
 

@@ -30,6 +30,9 @@ class Predictor:
         """By later layer: ids [T, M], best first, on the host."""
         return {}
 
+    def begin(self) -> None:
+        """A generation begins."""
+
     def begin_step(self) -> None:
         """A decode step begins."""
 
@@ -59,7 +62,7 @@ class RouterPredictor(Predictor):
     def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
             return {}
-        later = [i for i in self._moe_layers if layer_id < i <= layer_id + self._lookahead]
+        later = [i for i in self._moe_layers if i > layer_id][: self._lookahead]
         return {i: self._guess(layer_id, i, routed) for i in later}
 
     def _guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
@@ -92,6 +95,9 @@ class HostPredictor(Predictor):
         self._lookahead = lookahead
         self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
         self._trace = trace
+        self.begin()
+
+    def begin(self) -> None:
         self._step = -1
         self._last: dict[int, np.ndarray] = {}
 
@@ -99,7 +105,7 @@ class HostPredictor(Predictor):
         self._step += 1
 
     def known(self, layer_id: int) -> dict[int, np.ndarray]:
-        later = [i for i in self._moe_layers if layer_id < i <= layer_id + self._lookahead]
+        later = [i for i in self._moe_layers if i > layer_id][: self._lookahead]
         if self._trace is not None:
             step = self._trace[self._step] if self._step < len(self._trace) else ()
             return {i: step[i] for i in later if i < len(step)}

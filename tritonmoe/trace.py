@@ -55,6 +55,8 @@ class TraceHeader:
 
     def __post_init__(self) -> None:
         sizes = (self.num_experts_per_tok, self.record_bytes, max(self.experts, default=0))
+        if not all(isinstance(size, int) for size in (*sizes, *self.experts, self.num_slots)):
+            raise ValueError("a size is no integer")
         if min(sizes) < 1 or min(self.experts) < 0 or self.num_slots < 0:
             raise ValueError("a size is out of range")
 
@@ -75,7 +77,7 @@ class TraceHeader:
 
 @dataclass(frozen=True)
 class LayerRun:
-    """One MoE layer of a step. hits, late, demand: distinct experts, as in `counters`; 0 where experts were resident."""
+    """One MoE layer of a step. hits, late and demand count distinct experts, as counters do; 0 if all were resident."""
 
     layer: int
     is_prefill: bool
@@ -231,10 +233,10 @@ class TraceRecorder:
     def _write(self, data: bytes, keep: bool) -> None:
         """Put a file beside the target, then in its place, or only see that it can be done."""
         target = self._target
-        if target.exists() and not target.is_file():  # a rename would replace a device, too
-            raise InputError(f"{self._path}: the trace cannot be written: not a regular file")
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
+        temporary = target.with_name(f".trace-{os.getpid()}.tmp")
         try:
+            if target.exists() and not target.is_file():  # a rename would replace a device, too
+                raise InputError(f"{self._path}: the trace cannot be written: not a regular file")
             try:
                 with temporary.open("wb") as file:
                     file.write(data)
@@ -244,8 +246,6 @@ class TraceRecorder:
                 temporary.unlink(missing_ok=True)
         except OSError as error:
             raise InputError(f"{self._path}: the trace cannot be written: {error.strerror}") from None
-        except ValueError as error:  # a zero byte in its name
-            raise InputError(f"{str(self._path)!r}: the trace cannot be written: {error}") from None
 
 
 def read_trace(path: Path) -> Trace:
@@ -254,11 +254,11 @@ def read_trace(path: Path) -> Trace:
     Raises InputError, one line, for a file that cannot be read, is of another kind, or is damaged.
     """
     try:
-        with np.load(path, allow_pickle=False) as file:
-            arrays = {name: file[name] for name in file.files}
+        with zipfile.ZipFile(path) as archive:
+            arrays = {name.removesuffix(".npy"): _read_array(archive, name) for name in archive.namelist()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, KeyError, AttributeError, NotImplementedError):
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError, MemoryError):
         raise InputError(f"{path}: not a trace, or a damaged one; {REMEDY}") from None
     try:
         header = _read_header(arrays)
@@ -266,6 +266,11 @@ def read_trace(path: Path) -> Trace:
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, TritonMoeError) as error:
         reason = f"{error} is missing" if isinstance(error, KeyError) else error
         raise InputError(f"{path}: not a trace, or a damaged one ({reason}); {REMEDY}") from None
+
+
+def _read_array(archive: zipfile.ZipFile, name: str) -> np.ndarray:
+    """Read whole before it is parsed: its checksum is tested at its end."""
+    return np.lib.format.read_array(io.BytesIO(archive.read(name)), allow_pickle=False)
 
 
 def _header(decoder: Decoder) -> TraceHeader:

@@ -278,8 +278,8 @@ def attention_decode(
     """One query per sequence over the first `lengths[b]` entries of its cache (the last `window` of them).
 
     q [B, heads, D]; keys, values [B, kv_heads, L, D] (any strides but the last); lengths [B] int32 or int64, at most L,
-    read on the device (a length of 0 gives zeros); sinks [heads] float32. Returns [B, heads · D]. `workspace` holds at
-    least `decode_workspace_size` float32 values.
+    read on the device (a length of 0 gives zeros), and early, so the launch just before this one must not write them;
+    sinks [heads] float32. Returns [B, heads · D]. `workspace` holds at least `decode_workspace_size` float32 values.
     """
     op = "attention_decode"
     _check_inputs(op, q, keys, values, 3, window, sinks)
