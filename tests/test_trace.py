@@ -43,6 +43,12 @@ class InstantCopies(CopyEngine):
 
     _finish = _await
 
+    def waited_s(self) -> float:
+        return 0.0
+
+    def _quiesce(self) -> None:
+        pass
+
 
 def record(
     path: Path,
@@ -96,15 +102,16 @@ def test_read_back_is_what_the_hooks_saw(tmp_path: Path, name: str, batch: int) 
                 later: rows.tolist() for later, rows in foretold.items()
             }
         assert run.hits + run.late + run.demand == len(run.wanted)
-    layers = offloaded.experts.counters.layers
-    for layer in trace.header.moe_layers:
-        runs = [run for run in trace.runs if run.layer == layer]
-        assert sum(run.hits for run in runs) == layers[layer].hits
-        assert sum(run.late for run in runs) == layers[layer].late
-        assert sum(run.demand for run in runs) == layers[layer].demand
+    experts = offloaded.experts
+    for is_prefill, counters in ((True, experts.prefill_counters), (False, experts.counters)):
+        for layer in trace.header.moe_layers:
+            runs = [run for run in trace.runs if run.layer == layer and run.is_prefill == is_prefill]
+            assert sum(run.hits for run in runs) == counters.layers[layer].hits
+            assert sum(run.late for run in runs) == counters.layers[layer].late
+            assert sum(run.demand for run in runs) == counters.layers[layer].demand
     began = [run.began_s for run in trace.runs]
     assert began == sorted(began)
-    assert sum(run.wait_s for run in trace.runs) == pytest.approx(offloaded.experts.counters.wait_s)
+    assert sum(run.wait_s for run in trace.runs) == pytest.approx(experts.counters.wait_s)
 
 
 def test_gate_weights_and_header(tmp_path: Path) -> None:
@@ -156,6 +163,7 @@ def test_with_the_engine(tmp_path: Path, pristine_folder: Path) -> None:
     trace = read_trace(tmp_path / "t.npz")
     assert [step[0].generation for step in trace.steps] == [0] * 4 + [1] * 4
     assert [step[0].is_prefill for step in trace.steps] == [True, False, False, False] * 2
+    assert sum(run.wait_s for run in trace.runs) > 0
 
 
 def test_only_whole_steps_of_an_interrupted_run(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import heapq
-import itertools
 import json
 import sys
 from collections import defaultdict, deque
@@ -67,7 +66,8 @@ class Result:
     tokens: int
     total: LayerCounters  # of decode steps, all layers
     wait_s: float  # exposed, of decode steps
-    counters: Counters  # as the engine has them at the end: those of the last generation, its prompt included
+    counters: Counters  # as the engine has them at the end: of the last generation's decode steps
+    prefill_counters: Counters  # likewise, of its prompt
     found: list[tuple[int, int, int]]  # hits, late, demand of every run of the trace
     best_fetches: int | None  # the fewest, in decode steps; None where experts are left out
 
@@ -127,18 +127,21 @@ class Foreteller:
         self._most = None if extra is None else header.num_experts_per_tok + extra
         self._last: dict[int, np.ndarray] = {}
 
+    def begin(self) -> None:
+        """A generation begins."""
+        self._last.clear()
+
     def foretell(self, run: LayerRun, step: Step) -> dict[int, np.ndarray]:
         if run.is_prefill or self._setting.predict == "none":
             return {}
-        last = run.layer + self._setting.lookahead
+        layers = [layer for layer in self._moe_layers if layer > run.layer][: self._setting.lookahead]
         if self._setting.predict == "recorded":
-            return {later: ids[:, : self._most] for later, ids in run.foretold.items() if later <= last}
+            return {later: ids[:, : self._most] for later, ids in run.foretold.items() if later in layers}
         if self._setting.predict == "oracle":
-            return {other.layer: other.ids for other in step if run.layer < other.layer <= last}
-        found = {i: self._last[i] for i in self._moe_layers if run.layer < i <= last and i in self._last}
+            return {other.layer: other.ids for other in step if other.layer in layers}
+        found = {layer: self._last[layer] for layer in layers if layer in self._last}
         self._last[run.layer] = run.ids
-        # A batch of another size cannot be compared row by row.
-        return {later: ids for later, ids in found.items() if len(ids) == run.num_tokens}
+        return found
 
 
 class Replay:
@@ -149,31 +152,33 @@ class Replay:
         header = trace.header
         self.pool = SlotPool(setting.num_slots, header.num_layers, header.num_experts, setting.eviction)
         self.counters = Counters(header.num_layers, header.record_bytes)
+        self.prefill_counters = Counters(header.num_layers, header.record_bytes)
         self.scheduler = Scheduler(self.pool, self.counters)
         self.copies = SimulatedCopies(self.pool.landed, clock)
         self._foreteller = Foreteller(header, setting)
         self._foretold: dict[int, np.ndarray] = {}
-        self._compares = header.policy.execute == "routed" or setting.predict != "recorded"
+        is_executed = header.policy.execute == "speculated" and setting.predict == "recorded"  # so no guess at all
+        self._compares = not is_executed
+        self._priority = Priority.DEMAND if is_executed else Priority.PREFETCH
         self._found: list[tuple[int, int, int]] = []
 
     def run(self) -> Result:
         wait_s, total, generation = 0.0, LayerCounters(), self._trace.steps[0][0].generation
-        groups = itertools.groupby(self._trace.steps, lambda step: (step[0].generation, step[0].is_prefill))
-        for (number, is_prefill), steps in groups:
-            if number != generation:
-                generation = number
+        for step in self._trace.steps:
+            if step[0].generation != generation:
+                generation = step[0].generation
                 self._begin_generation()
-            before, waited = self.counters.total(), self.copies.wait_s
-            for step in steps:
-                self._step(step)
-            self.counters.wait_s += self.copies.wait_s - waited
-            if not is_prefill:
-                total = _sum(total, self.counters.total(), before)
+                total = _sum(total, self.counters.total())
+                self._reset_counters()
+            waited = self.copies.wait_s
+            self._step(step)
+            if not step[0].is_prefill:
                 wait_s += self.copies.wait_s - waited
+        total = _sum(total, self.counters.total())
         tokens = sum(step[0].num_tokens for step in self._trace.steps if not step[0].is_prefill)
         self.scheduler.check_integrity()
         best = None if self._setting.miss_tolerance else best_fetches(self._trace, self._setting.num_slots)
-        return Result(self._setting, tokens, total, wait_s, self.counters, self._found, best)
+        return Result(self._setting, tokens, total, wait_s, self.counters, self.prefill_counters, self._found, best)
 
     def _begin_generation(self) -> None:
         self._foretold.clear()
@@ -181,13 +186,24 @@ class Replay:
             if self.copies.cancel(slot, epoch):
                 self.scheduler.abort(slot, epoch)
         self.copies.drain()
-        self.counters = self.scheduler.counters = Counters(self._header.num_layers, self._header.record_bytes)
+        self._foreteller.begin()
+
+    def _reset_counters(self) -> None:
+        layers, record_bytes = self._header.num_layers, self._header.record_bytes
+        self.counters, self.prefill_counters = Counters(layers, record_bytes), Counters(layers, record_bytes)
+        self.scheduler.counters = self.counters
 
     def _step(self, step: Step) -> None:
-        if not step[0].is_prefill:
+        is_prefill, runs = step[0].is_prefill, {run.layer: run for run in step}
+        if not is_prefill:
             self.counters.tokens += step[0].num_tokens
-        for run in step:
-            counters = self.counters.layers[run.layer]
+        for layer in range(self._header.num_layers):
+            if layer == step[0].layer:
+                self.scheduler.counters = self.prefill_counters if is_prefill else self.counters
+            self.copies.pump()
+            if layer not in runs:
+                continue
+            run, counters = runs[layer], self.scheduler.counters.layers[layer]
             before = counters.hits, counters.late, counters.demand
             self._layer(run, step)
             now = counters.hits, counters.late, counters.demand
@@ -248,7 +264,7 @@ class Replay:
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
         for later in sorted(foretold):
             for _, slot, epoch in self.scheduler.prefetch(later, foretold[later].T.ravel().tolist()):
-                self.copies.submit(NO_RECORD, slot, epoch, Priority.PREFETCH)
+                self.copies.submit(NO_RECORD, slot, epoch, self._priority)
         self.copies.pump()
 
     def _ahead(self, layer: int, num_wanted: int) -> dict[int, np.ndarray]:
@@ -303,10 +319,9 @@ def _next_layer(header: TraceHeader, layer: int) -> int | None:
     return next((i for i in header.moe_layers if i > layer), None)
 
 
-def _sum(total: LayerCounters, now: LayerCounters, before: LayerCounters) -> LayerCounters:
-    """total + now - before."""
-    rows = [dataclasses.asdict(row) for row in (total, now, before)]
-    return LayerCounters(**{name: rows[0][name] + rows[1][name] - rows[2][name] for name in rows[0]})
+def _sum(one: LayerCounters, other: LayerCounters) -> LayerCounters:
+    rows = dataclasses.asdict(one), dataclasses.asdict(other)
+    return LayerCounters(**{name: rows[0][name] + rows[1][name] for name in rows[0]})
 
 
 def summary(result: Result, header: TraceHeader, clock: Clock) -> dict[str, Any]:

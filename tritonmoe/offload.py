@@ -77,7 +77,7 @@ class OffloadedExperts(Experts):
         self.copies.num_copies = 0
 
     def report(self) -> list[str]:
-        self.counters.wait_s = self.copies.waited_s()
+        self.counters.wait_s += self.copies.waited_s()
         fetched = self.prefill_counters.moved_records() * self._store.layout.num_bytes
         return [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
 

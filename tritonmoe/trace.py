@@ -90,7 +90,7 @@ class LayerRun:
     late: int
     demand: int
     began_s: float  # host clock, from the start of the recording: the layer's routing is enqueued
-    wait_s: float  # exposed transfer time, as the counters have it
+    wait_s: float  # exposed transfer time; 0 on a GPU, where the host does not know it yet
 
     @property
     def wanted(self) -> list[int]:
@@ -224,11 +224,18 @@ class TraceRecorder:
 
     def _counted(self) -> dict[int, tuple[int, int, int, float]]:
         """hits, late, demand by layer so far, and the wait of all layers."""
-        counters = self._last_counters()
-        if counters is None:
-            return dict.fromkeys(self._header.moe_layers, (0, 0, 0, 0.0))
-        rows = ((layer, counters.layers[layer]) for layer in self._header.moe_layers)
-        return {layer: (row.hits, row.late, row.demand, counters.wait_s) for layer, row in rows}
+        experts = self._decoder.experts if self._decoder is not None else None
+        layers = self._header.moe_layers
+        if not isinstance(experts, OffloadedExperts):
+            return dict.fromkeys(layers, (0, 0, 0, 0.0))
+        decode, prefill = experts.counters, experts.prefill_counters
+        if self._header.device == "cpu":  # elsewhere it would wait for the device
+            decode.wait_s += experts.copies.waited_s()
+        rows = ((layer, decode.layers[layer], prefill.layers[layer]) for layer in layers)
+        return {
+            layer: (one.hits + other.hits, one.late + other.late, one.demand + other.demand, decode.wait_s)
+            for layer, one, other in rows
+        }
 
     def _write(self, data: bytes, keep: bool) -> None:
         """Put a file beside the target, then in its place, or only see that it can be done."""
