@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import sys
 import time
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from test_architectures import parse
 
 from tritonmoe.attention import Tokens, attention_block
-from tritonmoe.copy_engine import Copy, CopyEngine, ThreadCopies, copy_engine
+from tritonmoe.copy_engine import Copy, CopyEngine, StreamCopies, ThreadCopies, copy_engine
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.kv_cache import KVCache
@@ -84,6 +85,7 @@ class Offloaded:
         policy: Policy,
         make_copies: Callable[..., CopyEngine] = copy_engine,
         trace: Any = None,
+        measure: bool = False,
     ) -> None:
         ops = operations(DEVICE)
         self.store = ExpertStore.allocate(spec, torch.float32)
@@ -94,7 +96,9 @@ class Offloaded:
                 ):
                     view.copy_(tensor)
         guess = predictor(policy, ops, spec, weights, trace)
-        self.experts = OffloadedExperts(ops, spec, weights, self.store, num_slots, policy, guess, None, make_copies)
+        self.experts = OffloadedExperts(
+            ops, spec, weights, self.store, num_slots, policy, guess, make_copies=make_copies, measure=measure
+        )
         self.decoder = Decoder(spec, weights, ops, self.experts)
 
     def check(self) -> None:
@@ -168,6 +172,23 @@ def test_a_recorded_trace_foretells_everything() -> None:
         assert layer.prefetched_wasted == 0
 
 
+class SlowStream(StreamCopies):
+    """The same on a GPU: before each copy its slot is NaN for a while, on the stream that copies."""
+
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
+        super().__init__(slots, landed, depth=4)
+        self._random = random.Random(0)
+
+    def _start(self, copy: Copy) -> None:
+        read = self._reads.get(copy.slot)
+        if read is not None:
+            self._stream.wait_event(read)
+        with torch.cuda.stream(self._stream):
+            self._slots[copy.slot].fill_(float("nan"))
+            torch.cuda._sleep(self._random.choice((0, 100_000, 1_000_000)))
+        super()._start(copy)
+
+
 class FaultyCopies(ThreadCopies):
     """Copies that take their time, in any order; the slot holds NaN until its copy is complete."""
 
@@ -193,14 +214,14 @@ class FaultyCopies(ThreadCopies):
         super().pump()
 
 
-@ON_THREADS
 @pytest.mark.parametrize("policy", ["on-demand", "quasi-hidden", "lookahead"])
 @pytest.mark.parametrize("num_slots", [2, 5, 9])
 def test_slow_and_reordered_copies(policy: str, num_slots: int) -> None:
     spec = make_spec("qwen3")
     weights = noise(spec)
     expected = generate(Decoder(spec, weights), 2)
-    offloaded = Offloaded(spec, weights, num_slots, POLICIES[policy], FaultyCopies)
+    faulty = SlowStream if DEVICE.type == "cuda" else FaultyCopies
+    offloaded = Offloaded(spec, weights, num_slots, POLICIES[policy], faulty)
     assert torch.equal(generate(offloaded.decoder, 2), expected)
     offloaded.check()
     offloaded.experts.close()
@@ -351,6 +372,43 @@ def test_previous_token_forgets_the_last_generation() -> None:
     for batch in (2, 1, 3):
         offloaded.experts.begin()
         assert torch.equal(generate(offloaded.decoder, batch), generate(Decoder(spec, weights), batch))
+
+
+def test_measuring_changes_nothing_and_reports_agreement() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    plain = Offloaded(spec, weights, 8, resolve("router-pf"))
+    measured = Offloaded(spec, weights, 8, resolve("router-pf"), measure=True)
+    assert torch.equal(generate(plain.decoder, 1), generate(measured.decoder, 1))
+    assert plain.experts.counters.total().recall is None
+    assert all(0 < (layer.recall or 0) <= 1 for layer in measured.experts.counters.layers[1:])
+
+
+def test_a_long_prompt_through_few_slots() -> None:
+    """Many prefill steps, each of which wants every expert of every layer."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    prompt = torch.randint(spec.vocab_size, (1, 3000), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    logits = []
+    for decoder in (Decoder(spec, weights), Offloaded(spec, weights, 3, POLICIES["quasi-hidden"]).decoder):
+        cache = KVCache.allocate(spec, 1, 3010, DEVICE, torch.float32)
+        for start in range(0, 3000, 512):
+            last = decoder.prefill(prompt[:, start : start + 512], start, cache)
+        logits.append(last)
+    assert torch.equal(*logits)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="counts host memory")
+def test_memory_does_not_grow() -> None:
+    spec = make_spec("qwen3")
+    offloaded = Offloaded(spec, noise(spec), 5, POLICIES["quasi-hidden"])
+    generate(offloaded.decoder, 1, steps=50)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    generate(offloaded.decoder, 1, steps=300)
+    grown = tracemalloc.get_traced_memory()[0] - before
+    tracemalloc.stop()
+    assert grown < 100_000, f"{grown} bytes after 300 steps"
 
 
 def test_speculated_execution_refuses_a_large_batch() -> None:

@@ -63,6 +63,8 @@ def _turn(
     print(
         f"[{result.prompt_tokens} tokens of conversation, {result.reused_tokens} reused; "
         f"{result.tokens_per_s:.1f} tokens/s]",
+        *engine.decoder.experts.report(),
+        sep="\n",
         file=sys.stderr,
     )
     return [*asked, assistant_message(result.text)] if result.token_ids else messages

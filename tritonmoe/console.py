@@ -62,7 +62,9 @@ def _answer(engine: Engine, options: argparse.Namespace, prompts: list[str] | No
 def _placement(options: argparse.Namespace) -> Placement:
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if getattr(options, name) is not None}
     overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
-    return Placement(options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, overrides)
+    return Placement(
+        options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.measure, overrides
+    )
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

@@ -91,9 +91,14 @@ class Decoder:
     def _logits(self, residual: torch.Tensor) -> torch.Tensor:
         """residual [T, H] -> float32 logits [T, V]."""
         head, norm, epsilon = self.weights.head, self.weights.final_norm, self.spec.norm_epsilon
+        residual = residual.contiguous()
         if len(residual) <= MAX_STREAMED_TOKENS:
             out = torch.empty(len(residual), len(head), dtype=torch.float32, device=self.device)
-            logits = self._ops.linear(residual.contiguous(), head, None, norm, epsilon, out=out)
+            logits = self._ops.linear(residual, head, None, norm, epsilon, out=out)
         else:
-            logits = self._ops.project(residual.contiguous(), head, None, norm, epsilon).float()
+            _, x = self._ops.add_rms_norm(residual, None, norm, epsilon)
+            if x.is_cuda and x.dtype != torch.float32:
+                logits = torch.mm(x, head.T, out_dtype=torch.float32)  # not rounded to 16 bits on the way
+            else:
+                logits = F.linear(x, head).float()
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

@@ -47,6 +47,7 @@ class OffloadedExperts(Experts):
         policy: Policy,
         predictor: Predictor,
         default_vectors: torch.Tensor | None = None,
+        measure: bool = False,
         make_copies: Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine] = copy_engine,
     ) -> None:
         super().__init__(ops, spec, weights)
@@ -54,6 +55,7 @@ class OffloadedExperts(Experts):
         self._store = store
         self.predictor = predictor
         self._defaults = default_vectors
+        self._measure = measure
         self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
         self._num_experts = max(layer.moe.num_experts for layer in spec.layers if layer.moe is not None)
         self.pool = SlotPool(num_slots, len(spec.layers), self._num_experts, policy.eviction)
@@ -153,11 +155,18 @@ class OffloadedExperts(Experts):
             routed = self._true_routing(layer_id, residual, delta)
             ids = guess.ids[:, : spec.num_experts_per_tok].contiguous()
             return routed._replace(topk_ids=ids, topk_weights=self._gate_weights(layer_id, routed.logits, ids))
+        if self._measure:
+            self._compare(layer_id, guess, self._true_routing(layer_id, residual, delta))
         norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, self._spec.residual_multiplier)
         rule = routing_rule(spec.num_experts_per_tok, spec.router)
         chosen = self._ops.route_topk(guess.logits, rule, weights.selection_bias)
         return NormRouterOutput(residual, x, guess.logits, *chosen)
+
+    def _compare(self, layer_id: int, guess: SpeculateOutput, true: NormRouterOutput) -> None:
+        """Count how far what is executed agrees with what the router would have chosen on the same residual."""
+        ids, weights = true.topk_ids.cpu().numpy(), true.topk_weights.cpu().numpy()
+        self.counters.foretell(layer_id, guess.ids.cpu().numpy(), ids, weights)
 
     def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The true router's weights on other experts than it chose, made as it makes its own."""

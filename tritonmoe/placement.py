@@ -32,6 +32,7 @@ class Placement:
     """What was asked for; None leaves the choice to `load_decoder`.
 
     `policy` is the name of a preset, `overrides` what replaces its choices (arguments of `policy.resolve`);
+    `measure` has the true routers evaluated too where guesses are executed, for the report: it costs time.
     `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%".
     """
 
@@ -39,12 +40,14 @@ class Placement:
     gpu_memory: str | None = None
     expert_slots: str | None = None
     default_vectors: Path | None = None
+    measure: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_open(self) -> bool:
         """Whether nothing at all was asked for."""
-        return not (self.policy or self.gpu_memory or self.expert_slots or self.default_vectors or self.overrides)
+        asked = (self.policy, self.gpu_memory, self.expert_slots, self.default_vectors, self.measure, self.overrides)
+        return not any(asked)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,9 @@ def load_decoder(loading: Loading, placement: Placement, max_context: int, batch
     ops = operations(device)
     predictor = _predictor(policy, ops, spec, weights, defaults)
     logger.info("%s", policy)
-    experts = OffloadedExperts(ops, spec, weights, store, division.num_slots, policy, predictor, defaults)
+    experts = OffloadedExperts(
+        ops, spec, weights, store, division.num_slots, policy, predictor, defaults, placement.measure
+    )
     return Decoder(spec, weights, ops, experts)
 
 
@@ -111,7 +116,9 @@ def _divide(
     def divided(policy: Policy) -> MemoryPlan:
         return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots)
 
-    if placement.policy is None and not (placement.expert_slots or placement.overrides or placement.default_vectors):
+    if placement.policy is None and not (
+        placement.expert_slots or placement.overrides or placement.default_vectors or placement.measure
+    ):
         resident = resolve(RESIDENT)
         if _fits(resident, loading, budget, max_context, batch):
             return resident, divided(resident)
@@ -120,6 +127,8 @@ def _divide(
         raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
     if line is not None:
         logger.info("%s", line)
+    if placement.measure and policy.execute != "speculated":
+        raise InputError("--measure compares executed guesses with the routers; it needs --execute speculated")
     if placement.default_vectors is not None and not policy.uses_default_vectors:
         raise InputError(f"--default-vectors has no effect with --predict {policy.predictor}; leave it out")
     return policy, divided(policy)
