@@ -29,6 +29,7 @@ from tritonmoe_kernels.dependent_launch import (
     release_dependents,
 )
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 MAX_HEAD_DIM = 256
 MAX_SPLITS = 128
@@ -41,10 +42,10 @@ def decode_splits(batch: int, kv_heads: int, window: int | None, launch: dict[st
 
     The cache's capacity does not matter, so that a sequence gives the same bits in a larger one.
     """
-    wanted = min(MAX_SPLITS, triton.next_power_of_2(triton.cdiv(launch["programs"], max(1, batch * kv_heads))))
+    wanted = min(MAX_SPLITS, next_power_of_2(cdiv(launch["programs"], max(1, batch * kv_heads))))
     if window is None:
         return wanted
-    return min(wanted, triton.next_power_of_2(triton.cdiv(window, launch["block_l"]) + 1))
+    return min(wanted, next_power_of_2(cdiv(window, launch["block_l"]) + 1))
 
 
 def decode_workspace_size(q: torch.Tensor, keys: torch.Tensor, window: int | None = None) -> int:
@@ -55,7 +56,7 @@ def decode_workspace_size(q: torch.Tensor, keys: torch.Tensor, window: int | Non
 
 
 def _block_d(head_dim: int) -> int:
-    return max(16, triton.next_power_of_2(head_dim))
+    return max(16, next_power_of_2(head_dim))
 
 
 @triton.jit
@@ -320,7 +321,7 @@ def attention_decode(
         HEAD_DIM=head_dim,
         WINDOW=window,
         NUM_SPLITS=num_splits,
-        BLOCK_G=max(16, triton.next_power_of_2(heads // kv_heads)),
+        BLOCK_G=max(16, next_power_of_2(heads // kv_heads)),
         BLOCK_L=launch["block_l"],
         BLOCK_D=block_d,
         num_warps=launch["num_warps"],
@@ -328,7 +329,7 @@ def attention_decode(
         **launch_options(q.device),
     )
     merge_d = min(block_d, MERGED_DIMS)
-    _merge_splits_kernel[(batch * heads, triton.cdiv(head_dim, merge_d))](
+    _merge_splits_kernel[(batch * heads, cdiv(head_dim, merge_d))](
         out,
         acc,
         stats,
@@ -372,7 +373,7 @@ def attention_prefill(
     if batch == 0 or tokens == 0:
         return out
     launch = launch_config("attention_prefill", q.dtype, (_block_d(head_dim),), tokens, q.device)
-    _attention_prefill_kernel[(heads, triton.cdiv(tokens, launch["block_m"]), batch)](
+    _attention_prefill_kernel[(heads, cdiv(tokens, launch["block_m"]), batch)](
         out,
         q,
         keys,

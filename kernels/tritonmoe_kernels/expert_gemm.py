@@ -27,6 +27,7 @@ from tritonmoe_kernels.checks import FLOATS
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.sort_tokens import sort_tokens
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 DECODE_MAX_TOKENS = 16
 KINDS = ("silu", "swiglu_clamped")
@@ -349,7 +350,7 @@ def combine(
         return out
     # Few tokens: many programs of one warp, 16 bytes of every part per lane; more tokens fill the device anyway.
     block_h, num_warps = (256, 1) if tokens <= DECODE_MAX_TOKENS else (1024, 4)
-    _combine_kernel[(tokens, triton.cdiv(hidden_size, block_h))](
+    _combine_kernel[(tokens, cdiv(hidden_size, block_h))](
         out,
         expert_out,
         topk_weights,
@@ -370,7 +371,7 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
     evict = SINGLE_TOKEN_EVICTION if len(x) == 1 else ""
     _, hidden_size, intermediate = down.shape
     launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), x.shape[0], x.device)
-    _gate_up_decode_kernel[(pairs, triton.cdiv(intermediate, launch["block_n"]))](
+    _gate_up_decode_kernel[(pairs, cdiv(intermediate, launch["block_n"]))](
         hidden,
         x,
         slot_ids,
@@ -385,13 +386,13 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         INTERMEDIATE=intermediate,
         KIND=kind,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=min(launch["block_k"], triton.next_power_of_2(hidden_size)),
+        BLOCK_K=min(launch["block_k"], next_power_of_2(hidden_size)),
         EVICT=evict,
         num_warps=launch["num_warps"],
         **launch_options(x.device),
     )
     launch = launch_config("expert_down_decode", x.dtype, (hidden_size, intermediate), x.shape[0], x.device)
-    _down_decode_kernel[(pairs, triton.cdiv(hidden_size, launch["block_n"]))](
+    _down_decode_kernel[(pairs, cdiv(hidden_size, launch["block_n"]))](
         out,
         hidden,
         slot_ids,
@@ -402,7 +403,7 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=min(launch["block_k"], triton.next_power_of_2(intermediate)),
+        BLOCK_K=min(launch["block_k"], next_power_of_2(intermediate)),
         EVICT=evict,
         num_warps=launch["num_warps"],
         **launch_options(x.device),
@@ -414,7 +415,7 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
     num_pairs, top_k = out.shape[0] * out.shape[1], out.shape[1]
     _, hidden_size, intermediate = down.shape
     launch = table["gate_up"]
-    _gate_up_prefill_kernel[(num_blocks * triton.cdiv(intermediate, launch["block_n"]),)](
+    _gate_up_prefill_kernel[(num_blocks * cdiv(intermediate, launch["block_n"]),)](
         hidden,
         x,
         blocks.pairs,
@@ -437,7 +438,7 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
         num_stages=launch["num_stages"],
     )
     launch = table["down"]
-    _down_prefill_kernel[(num_blocks * triton.cdiv(hidden_size, launch["block_n"]),)](
+    _down_prefill_kernel[(num_blocks * cdiv(hidden_size, launch["block_n"]),)](
         out,
         hidden,
         blocks.pairs,

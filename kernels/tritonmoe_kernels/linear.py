@@ -17,6 +17,7 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 MAX_TOKENS = 16  # every token reads the weights again, from L2: beyond, a matrix product is faster
 
@@ -111,9 +112,9 @@ def linear(
     if not tokens:
         return out
     launch = launch_config("linear", weight.dtype, (units, hidden), tokens, weight.device)
-    block_h = triton.next_power_of_2(hidden)
+    block_h = next_power_of_2(hidden)
     block_k = min(block_h, launch["block_k"])
-    _linear_kernel[(tokens, triton.cdiv(units, launch["block_n"]))](
+    _linear_kernel[(tokens, cdiv(units, launch["block_n"]))](
         out,
         x,
         weight,

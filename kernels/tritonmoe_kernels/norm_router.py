@@ -23,6 +23,7 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.routing import NormRouterOutput, Routing
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 MAX_DECODE_TOKENS = 16
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
@@ -309,7 +310,7 @@ def norm_router(
             raise ValueError(f"{name} must not share memory with an input: programs of this launch still read it")
     block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=256)
     block_g, block_s = group_blocks(experts, routing.num_groups)
-    _norm_router_kernel[(triton.cdiv(experts, block_e), tokens)](
+    _norm_router_kernel[(cdiv(experts, block_e), tokens)](
         residual,
         delta,
         norm_weight,
@@ -396,7 +397,7 @@ def add_rms_norm(
     for name, tensor in (("residual_out", residual_out), ("x", x)):
         check_tensor(name, tensor, residual.shape, (residual.dtype,), residual.device)
     if len(residual):
-        block_h = triton.next_power_of_2(hidden)
+        block_h = next_power_of_2(hidden)
         _add_rms_norm_kernel[(len(residual),)](
             residual,
             delta,
@@ -495,16 +496,16 @@ def decode_tiles(
 
     Four warps where a row fits them: with more threads than experts, the compiler recomputes scores in every thread.
     """
-    block_h = triton.next_power_of_2(hidden)
+    block_h = next_power_of_2(hidden)
     num_warps = 4 if block_h <= four_warps_up_to else 8
-    wanted = triton.next_power_of_2(triton.cdiv(experts * tokens, programs))
+    wanted = next_power_of_2(cdiv(experts * tokens, programs))
     most = max(1, 64 * 32 * num_warps // block_h)
-    return block_h, min(wanted, most, triton.next_power_of_2(experts)), num_warps
+    return block_h, min(wanted, most, next_power_of_2(experts)), num_warps
 
 
 def group_blocks(experts: int, num_groups: int) -> tuple[int, int]:
     """(BLOCK_G, BLOCK_S): the padded number of groups and the padded size of one."""
-    return triton.next_power_of_2(num_groups), triton.next_power_of_2(experts // num_groups)
+    return next_power_of_2(num_groups), next_power_of_2(experts // num_groups)
 
 
 def check_decode_tokens(tokens: int, alternative: str) -> None:

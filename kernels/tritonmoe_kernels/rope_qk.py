@@ -22,6 +22,7 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.tiles import next_power_of_2
 
 
 @triton.jit
@@ -231,7 +232,7 @@ def rope_qk(
     check_tensor("q", q, (tokens, num_heads, size), (qkv.dtype,), qkv.device)
     if not tokens:
         return q
-    block_q = triton.next_power_of_2(num_heads * size)
+    block_q = next_power_of_2(num_heads * size)
     _rope_qk_kernel[(tokens, num_heads + kv_heads)](
         qkv,
         positions,
@@ -256,11 +257,11 @@ def rope_qk(
         INTERLEAVED=interleaved,
         NORM=qk_norm,
         CLIP=clip_qkv is not None,
-        BLOCK_R=triton.next_power_of_2(pairs),
-        BLOCK_REST=triton.next_power_of_2(max(1, size - 2 * pairs)),
-        BLOCK_D=triton.next_power_of_2(size),
+        BLOCK_R=next_power_of_2(pairs),
+        BLOCK_REST=next_power_of_2(max(1, size - 2 * pairs)),
+        BLOCK_D=next_power_of_2(size),
         BLOCK_Q=block_q,
-        BLOCK_KV=triton.next_power_of_2(kv_heads * size),
+        BLOCK_KV=next_power_of_2(kv_heads * size),
         num_warps=1 if qk_norm != "full" else min(8, max(1, block_q // 512)),
         **launch_options(qkv.device),
     )

@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 COUNT_PROGRAMS = 128  # about one per SM: each reads all of slot_ids
 BLOCK_PAIRS = 4096  # read at a time: 16 a thread, all in flight
@@ -155,8 +156,8 @@ def sort_tokens(slot_ids: torch.Tensor, num_slots: int, block_m: int, num_expert
     if not num_pairs:
         return SortedPairs(pairs, block_slots, block_m)
     counts = torch.empty(num_slots, dtype=torch.int32, device=device)
-    range_slots = triton.next_power_of_2(triton.cdiv(num_slots, COUNT_PROGRAMS))
-    _count_pairs_kernel[(triton.cdiv(num_slots, range_slots),)](
+    range_slots = next_power_of_2(cdiv(num_slots, COUNT_PROGRAMS))
+    _count_pairs_kernel[(cdiv(num_slots, range_slots),)](
         counts,
         slot_ids,
         num_pairs,
@@ -174,7 +175,7 @@ def sort_tokens(slot_ids: torch.Tensor, num_slots: int, block_m: int, num_expert
         num_slots,
         num_blocks,
         BLOCK_M=block_m,
-        BLOCK_SLOTS=min(BLOCK_SLOTS, triton.next_power_of_2(num_slots)),
+        BLOCK_SLOTS=min(BLOCK_SLOTS, next_power_of_2(num_slots)),
         BLOCK_PAIRS=BLOCK_PAIRS,
         num_warps=NUM_WARPS,
     )
@@ -192,7 +193,7 @@ def sort_tokens_ref(
     block = 0
     for slot in flat[(flat >= 0) & (flat < num_slots)].unique()[:distinct].tolist():
         own = torch.nonzero(flat == slot).flatten().int()
-        end = block + triton.cdiv(len(own), block_m)
+        end = block + cdiv(len(own), block_m)
         block_slots[block:end] = slot
         pairs[block * block_m : block * block_m + len(own)] = own
         block = end

@@ -32,6 +32,7 @@ from tritonmoe_kernels.norm_router import (
     store_logits,
 )
 from tritonmoe_kernels.routing import Routing, SpeculateOutput
+from tritonmoe_kernels.tiles import cdiv
 
 
 @triton.jit
@@ -138,7 +139,7 @@ def speculate(
     # K default vectors are in flight at once: four warps run out of registers on gfx1100 beyond 2,048 values.
     block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=64, four_warps_up_to=2048)
     block_g, block_s = group_blocks(experts, routing.num_groups)
-    _speculate_kernel[(triton.cdiv(experts, block_e), tokens)](
+    _speculate_kernel[(cdiv(experts, block_e), tokens)](
         residual,
         default_vectors,
         topk_ids,

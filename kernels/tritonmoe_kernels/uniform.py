@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.tiles import cdiv
 
 BLOCK = 128
 KEY_STEP = (0x9E3779B9, 0xBB67AE85)
@@ -42,7 +43,7 @@ def uniform(seeds: torch.Tensor, positions: torch.Tensor, out: torch.Tensor | No
     """
     out = _check(seeds, positions, out)
     if len(seeds):
-        _uniform_kernel[(triton.cdiv(len(seeds), BLOCK),)](seeds, positions, out, len(seeds), BLOCK=BLOCK, num_warps=4)
+        _uniform_kernel[(cdiv(len(seeds), BLOCK),)](seeds, positions, out, len(seeds), BLOCK=BLOCK, num_warps=4)
     return out
 
 
