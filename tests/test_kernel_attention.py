@@ -153,11 +153,11 @@ def test_refusals() -> None:
     q, keys, sinks = randn(2, 4, 16), randn(2, 2, 8, 16), randn(4)
     lengths = torch.ones(2, dtype=torch.int32, device=DEVICE)
     refused = [
-        ((q.double(), keys, keys, lengths, 1.0), "float32, float16 or bfloat16"),
+        ((q.double(), keys, keys, lengths, 1.0), "q is torch.float64"),
         ((q[0], keys, keys, lengths, 1.0), "q of 3 and keys of 4 axes"),
         ((q, keys.half(), keys, lengths, 1.0), "keys is torch.float16"),
         ((q, keys, keys[:, :, :7], lengths, 1.0), "values has shape"),
-        ((q, keys.mT.contiguous().mT, keys, lengths, 1.0), "last axis of keys"),
+        ((q, keys.mT.contiguous().mT, keys, lengths, 1.0), "keys is not contiguous from axis 3 on"),
         ((q[:, :3], keys, keys, lengths, 1.0), "not a multiple of 2 kv heads"),
         ((q, keys, keys, lengths.float(), 1.0), "lengths is torch.float32"),
         ((q, keys, keys, lengths[:1], 1.0), "lengths has shape"),

@@ -139,7 +139,8 @@ class StreamCopies(CopyEngine):
         self._stream = torch.cuda.Stream(slots.device)
         self._events: dict[int, torch.cuda.Event] = {}  # of the last copy into a slot
         self._reads: dict[int, torch.cuda.Event] = {}  # after the last read of a slot
-        self._waits: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []  # before and after each wait
+        self._waits: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque()  # before and after each wait
+        self._waited_s = 0.0  # of waits that are over
 
     def wait(self, slots: Iterable[int]) -> None:
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -147,18 +148,27 @@ class StreamCopies(CopyEngine):
         super().wait(slots)
         after.record()
         self._waits.append((before, after))
+        self._sum_waits()
 
     def waited_s(self) -> float:
-        waits, self._waits = self._waits, []
-        if waits:
-            waits[-1][1].synchronize()
-        return sum(before.elapsed_time(after) for before, after in waits) / 1e3
+        if self._waits:
+            self._waits[-1][1].synchronize()
+        self._sum_waits()
+        waited, self._waited_s = self._waited_s, 0.0
+        return waited
+
+    def _sum_waits(self) -> None:
+        """Add up the waits that are over, so that few events are ever alive."""
+        while self._waits and self._waits[0][1].query():
+            before, after = self._waits.popleft()
+            self._waited_s += before.elapsed_time(after) / 1e3
 
     def _quiesce(self) -> None:
         self._stream.synchronize()
         torch.cuda.current_stream().synchronize()
         self._reads.clear()
         self._waits.clear()
+        self._waited_s = 0.0
 
     def release(self, slots: Iterable[int]) -> None:
         event = torch.cuda.Event()

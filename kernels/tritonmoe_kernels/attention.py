@@ -22,7 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels.checks import FLOATS
+from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import (
     await_inputs,
     launch_options,
@@ -282,22 +282,19 @@ def attention_decode(
     read on the device (a length of 0 gives zeros), and early, so the launch just before this one must not write them;
     sinks [heads] float32. Returns [B, heads · D]. `workspace` holds at least `decode_workspace_size` float32 values.
     """
-    op = "attention_decode"
-    _check_inputs(op, q, keys, values, 3, window, sinks)
+    _check_inputs(q, keys, values, 3, window, sinks)
     batch, heads, head_dim = q.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]
-    if lengths.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{op}: lengths is {lengths.dtype}, expected torch.int32 or torch.int64")
-    _check(op, "lengths", lengths, (batch,), q, lengths.dtype)
+    check_tensor("lengths", lengths, (batch,), (torch.int32, torch.int64), q.device)
     if out is None:
         out = q.new_empty(batch, heads * head_dim)
-    _check(op, "out", out, (batch, heads * head_dim), q, q.dtype)
+    check_tensor("out", out, (batch, heads * head_dim), (q.dtype,), q.device)
     size = decode_workspace_size(q, keys, window)
     if workspace is None:
         workspace = q.new_empty(size, dtype=torch.float32)
     if workspace.numel() < size:
-        raise ValueError(f"{op}: workspace has {workspace.numel()} values, expected at least {size}")
-    _check(op, "workspace", workspace, workspace.shape, q, torch.float32)
+        raise ValueError(f"workspace has {workspace.numel()} values, expected at least {size}")
+    check_tensor("workspace", workspace, workspace.shape, (torch.float32,), q.device)
     if batch == 0:
         return out
     block_d = _block_d(head_dim)
@@ -363,13 +360,12 @@ def attention_prefill(
     q [B, T, heads, D]; keys, values [B, kv_heads, L, D] (any strides but the last); positions [B, T] int64, below L; a
     negative position gives zeros; sinks [heads] float32. Returns [B, T, heads · D].
     """
-    op = "attention_prefill"
-    _check_inputs(op, q, keys, values, 4, window, sinks)
+    _check_inputs(q, keys, values, 4, window, sinks)
     batch, tokens, heads, head_dim = q.shape
-    _check(op, "positions", positions, (batch, tokens), q, torch.int64)
+    check_tensor("positions", positions, (batch, tokens), (torch.int64,), q.device)
     if out is None:
         out = q.new_empty(batch, tokens, heads * head_dim)
-    _check(op, "out", out, (batch, tokens, heads * head_dim), q, q.dtype)
+    check_tensor("out", out, (batch, tokens, heads * head_dim), (q.dtype,), q.device)
     if batch == 0 or tokens == 0:
         return out
     launch = launch_config("attention_prefill", q.dtype, (_block_d(head_dim),), tokens, q.device)
@@ -399,45 +395,22 @@ def attention_prefill(
     return out
 
 
-def _check_inputs(op, q, keys, values, rank, window, sinks) -> None:
-    if q.dtype not in FLOATS:
-        raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {q.dtype}")
+def _check_inputs(q, keys, values, rank, window, sinks) -> None:
+    device = q.device
     if q.dim() != rank or keys.dim() != 4:
-        raise ValueError(f"{op}: q of {rank} and keys of 4 axes expected, not {list(q.shape)} and {list(keys.shape)}")
+        raise ValueError(f"q of {rank} and keys of 4 axes expected, not {list(q.shape)} and {list(keys.shape)}")
     batch, heads, head_dim = q.shape[0], q.shape[-2], q.shape[-1]
     kv_heads, capacity = keys.shape[1], keys.shape[2]
+    check_tensor("q", q, q.shape, FLOATS, device, strided=rank - 1)
     for name, tensor in (("keys", keys), ("values", values)):
-        _check(op, name, tensor, (batch, kv_heads, capacity, head_dim), q, q.dtype, by_head=True)
-    _check(op, "q", q, q.shape, q, q.dtype, by_head=True)
+        check_tensor(name, tensor, (batch, kv_heads, capacity, head_dim), (q.dtype,), device, strided=3)
     if kv_heads == 0 or heads % kv_heads:
-        raise ValueError(f"{op}: {heads} query heads are not a multiple of {kv_heads} kv heads")
+        raise ValueError(f"{heads} query heads are not a multiple of {kv_heads} kv heads")
     if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"{op}: heads of {head_dim} values, at most {MAX_HEAD_DIM} are supported")
+        raise ValueError(f"heads of {head_dim} values, at most {MAX_HEAD_DIM} are supported")
     if window is not None and window < 1:
-        raise ValueError(f"{op}: window must be at least 1, not {window}")
+        raise ValueError(f"window must be at least 1, not {window}")
     if capacity == 0:
-        raise ValueError(f"{op}: the cache has no entries")
+        raise ValueError("the cache has no entries")
     if sinks is not None:
-        _check(op, "sinks", sinks, (heads,), q, torch.float32)
-
-
-def _check(
-    op: str,
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    like: torch.Tensor,
-    dtype: torch.dtype,
-    by_head: bool = False,
-) -> None:
-    """Shape, device, dtype and contiguity (of the last axis only if `by_head`)."""
-    if tensor.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype != dtype:
-        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
-    if tensor.device != like.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {like.device}")
-    if by_head and tensor.stride(-1) != 1:
-        raise ValueError(f"{op}: the last axis of {name} must be contiguous, its stride is {tensor.stride(-1)}")
-    if not by_head and not tensor.is_contiguous():
-        raise ValueError(f"{op}: {name} must be contiguous")
+        check_tensor("sinks", sinks, (heads,), (torch.float32,), device)

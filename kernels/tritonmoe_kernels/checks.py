@@ -13,8 +13,12 @@ def check_tensor(
     shape: tuple[int | None, ...] | torch.Size,
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
+    strided: int = 0,
 ) -> None:
-    """Raise a ValueError that says what is wrong with a contiguous tensor; None in `shape` matches any size."""
+    """Raise a ValueError that says what is wrong with a tensor; None in `shape` matches any size.
+
+    It must be contiguous, but for its first `strided` axes, which may have any stride.
+    """
     have = tensor.shape
     if have != shape and not (len(have) == len(shape) and all(map(_matches, shape, have))):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)
@@ -23,8 +27,18 @@ def check_tensor(
         raise ValueError(f"{name} is {tensor.dtype}, expected {' or '.join(map(str, dtypes))}")
     if tensor.device != device:
         raise ValueError(f"{name} is on {tensor.device}, expected {device}")
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous: its strides are {tensor.stride()}")
+    if not (tensor.is_contiguous() or (strided and _is_contiguous(have[strided:], tensor.stride()[strided:]))):
+        part = f" from axis {strided} on" if strided else ""
+        raise ValueError(f"{name} is not contiguous{part}: its strides are {tensor.stride()}")
+
+
+def _is_contiguous(sizes: torch.Size, strides: tuple[int, ...]) -> bool:
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
 
 
 def _matches(wanted: int | None, size: int) -> bool:

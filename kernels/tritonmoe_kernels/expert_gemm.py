@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels.checks import FLOATS
+from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.sort_tokens import sort_tokens
@@ -312,7 +312,7 @@ def expert_gemm(
     if form is None:
         form = "decode" if tokens <= DECODE_MAX_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
-        raise ValueError(f"expert_gemm: form must be 'decode' or 'prefill', not {form!r}")
+        raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
@@ -337,13 +337,12 @@ def combine(
     expert_out [T, K, H] with every row written; topk_weights [T, K] float32; shared, residual, out [T, H]; out may be
     the residual or the shared tensor itself.
     """
-    _check_dtype("combine", expert_out)
+    check_tensor("expert_out", expert_out, (None, None, None), FLOATS, expert_out.device)
     tokens, top_k, hidden_size = expert_out.shape
-    _check("combine", "expert_out", expert_out, expert_out.shape, expert_out)
-    _check("combine", "topk_weights", topk_weights, (tokens, top_k), expert_out, torch.float32)
+    check_tensor("topk_weights", topk_weights, (tokens, top_k), (torch.float32,), expert_out.device)
     for name, tensor in (("shared", shared), ("residual", residual), ("out", out)):
         if tensor is not None:
-            _check("combine", name, tensor, (tokens, hidden_size), expert_out)
+            check_tensor(name, tensor, (tokens, hidden_size), (expert_out.dtype,), expert_out.device)
     if out is None:
         out = expert_out.new_empty(tokens, hidden_size)
     if tokens == 0:
@@ -459,14 +458,12 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
 
 
 def _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind) -> None:
-    op = "expert_gemm"
-    _check_dtype(op, x)
     if x.dim() != 2 or slot_ids.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
         shapes = [list(tensor.shape) for tensor in (x, slot_ids, gate_up, down)]
-        raise ValueError(f"{op}: x [T, H], slot_ids [T, K], gate_up [S, 2I, H], down [S, H, I] expected, not {shapes}")
+        raise ValueError(f"x [T, H], slot_ids [T, K], gate_up [S, 2I, H], down [S, H, I] expected, not {shapes}")
     slots, hidden_size, intermediate = down.shape
-    _check(op, "x", x, (x.shape[0], hidden_size), x)
-    _check(op, "slot_ids", slot_ids, (x.shape[0], slot_ids.shape[1]), x, torch.int32)
+    check_tensor("x", x, (None, hidden_size), FLOATS, x.device)
+    check_tensor("slot_ids", slot_ids, (len(x), None), (torch.int32,), x.device)
     per_slot = {
         "gate_up": (gate_up, (slots, 2 * intermediate, hidden_size)),
         "down": (down, (slots, hidden_size, intermediate)),
@@ -475,35 +472,9 @@ def _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind) ->
     }
     for name, (tensor, shape) in per_slot.items():
         if tensor is not None:
-            _check(op, name, tensor, shape, x, by_slot=True)
+            check_tensor(name, tensor, shape, (x.dtype,), x.device, strided=1)
     if kind not in KINDS:
-        raise ValueError(f"{op}: kind must be one of {KINDS}, not {kind!r}")
-
-
-def _check_dtype(op: str, tensor: torch.Tensor) -> None:
-    if tensor.dtype not in FLOATS:
-        raise ValueError(f"{op}: float32, float16 or bfloat16 expected, not {tensor.dtype}")
-
-
-def _check(
-    op: str,
-    name: str,
-    tensor: torch.Tensor,
-    shape: tuple[int, ...],
-    like: torch.Tensor,
-    dtype: torch.dtype | None = None,
-    by_slot: bool = False,
-) -> None:
-    """Shape, device, dtype (that of `like` unless given) and contiguity (of one slot if `by_slot`)."""
-    dtype = like.dtype if dtype is None else dtype
-    if tensor.shape != shape:
-        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-    if tensor.dtype != dtype:
-        raise ValueError(f"{op}: {name} is {tensor.dtype}, expected {dtype}")
-    if tensor.device != like.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, expected {like.device}")
-    if not (tensor[0] if by_slot and len(tensor) else tensor).is_contiguous():
-        raise ValueError(f"{op}: {name} must be contiguous{' within a slot' if by_slot else ''}")
+        raise ValueError(f"kind must be one of {KINDS}, not {kind!r}")
 
 
 def _buffer(
@@ -511,5 +482,5 @@ def _buffer(
 ) -> torch.Tensor:
     if tensor is None:
         return like.new_zeros(shape) if zero else like.new_empty(shape)
-    _check("expert_gemm", name, tensor, shape, like)
+    check_tensor(name, tensor, shape, (like.dtype,), like.device)
     return tensor
