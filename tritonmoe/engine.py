@@ -92,7 +92,7 @@ class Engine:
             folder = resolve_model(model, revision=revision)
         spec = load_spec(folder)
         target = resolve_device(device)
-        if target.type == "cuda":
+        if target.type == "cuda" and target.index is not None:
             torch.cuda.set_device(target)  # kernels and events go to the current one
         # Small files first: a mistake in one of them should not cost the time to load the weights.
         tokenizer = Tokenizer.from_folder(folder)
