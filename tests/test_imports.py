@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -83,3 +85,11 @@ def test_no_package_named_kernels() -> None:
     """`kernels` is also a package on PyPI, which transformers imports where it is installed."""
     assert not (ROOT / "kernels" / "__init__.py").exists()
     assert not (ROOT / "tests" / "kernels" / "__init__.py").exists()
+
+
+def test_the_engine_does_not_import_the_compiler() -> None:
+    """torch's takes longer to import than all the rest."""
+    script = "import sys, tritonmoe.engine; print('torch._dynamo' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

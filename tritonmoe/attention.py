@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from tritonmoe.operations import Operations
 from tritonmoe.spec import AttentionSpec
@@ -85,10 +84,15 @@ def _prefill(
     is_plain = spec.window is None and weights.sinks is None
     if is_plain and q.is_cuda and q.dtype.itemsize == 2:
         # Where torch's flash attention can do it, it is 1.3 times as fast as ours (docs/measurements/kernels.json).
-        mask = causal_lower_right(count, keys.shape[2])
-        out = F.scaled_dot_product_attention(
-            q.transpose(1, 2), keys, values, attn_mask=mask, scale=spec.scale, enable_gqa=True
-        )
+        q, options = q.transpose(1, 2), {"scale": spec.scale, "enable_gqa": True}
+        if tokens.start == 0:
+            out = F.scaled_dot_product_attention(q, keys, values, is_causal=True, **options)
+        else:
+            # Imported where it is needed: it brings torch's compiler along, which takes a second.
+            from torch.nn.attention.bias import causal_lower_right
+
+            mask = causal_lower_right(count, keys.shape[2])
+            out = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, **options)
         return out.transpose(1, 2).reshape(batch * count, heads * size)
     positions = tokens.positions.view(batch, count)
     return ops.attention_prefill(q, keys, values, positions, spec.scale, spec.window, weights.sinks).flatten(0, 1)
