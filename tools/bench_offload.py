@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.measure import synchronize
 from bench.random_weights import SCALE, fill
 from provenance import provenance
 
@@ -30,8 +31,8 @@ from tritonmoe.memory_plan import minimum_slots, read_slots
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import operations
-from tritonmoe.policy import Policy, resolve
-from tritonmoe.predictors import Predictor, RouterPredictor
+from tritonmoe.placement import make_predictor
+from tritonmoe.policy import resolve
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights, allocate
 
@@ -49,7 +50,7 @@ def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> t
     weights.embedding.normal_(0.0, 1.0)
     shape = (DISTINCT_RECORDS, store.layout.num_elements)
     sources = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE).cpu()
-    keys = [(i, e) for i, layer in enumerate(spec.layers) if layer.moe for e in range(layer.moe.num_experts)]
+    keys = [(i, e) for i, moe in spec.moe_layers.items() for e in range(moe.num_experts)]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda key: store.record(*key).copy_(sources[sum(key) % DISTINCT_RECORDS]), keys))
     store.pin()
@@ -71,31 +72,19 @@ def link_rate(store: ExpertStore, layer: int, device: torch.device) -> float:
     return count * store.layout.num_bytes / min(times)
 
 
-def synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
-def make_predictor(policy: Policy, spec: ModelSpec, weights: ModelWeights) -> Predictor:
-    if policy.predictor == "none":
-        return Predictor()
-    device, dtype = weights.embedding.device, weights.embedding.dtype
-    most = max(layer.moe.num_experts for layer in spec.layers if layer.moe)
-    vectors = torch.zeros(len(spec.layers), most, spec.hidden_size, dtype=dtype, device=device).normal_(0.0, SCALE)
-    return RouterPredictor(operations(device), spec, weights, policy.lookahead, policy.candidates, vectors)
-
-
 def measure(
     spec: ModelSpec, weights: ModelWeights, store: ExpertStore, case: str, context: int, steps: int, rate: float
 ) -> dict[str, Any]:
     """TTFT of a prompt of `context` random tokens, TPOT over `steps` random tokens after it, and what was fetched."""
     name, _, size = case.partition(":")
     policy, device = resolve(name), weights.embedding.device
-    total = sum(layer.moe.num_experts for layer in spec.layers if layer.moe)
+    total = sum(moe.num_experts for moe in spec.moe_layers.values())
     least = minimum_slots(spec, policy)
     num_slots = least if size == "minimum" else read_slots(size, total)
     ops = operations(device)
-    predictor = make_predictor(policy, spec, weights)
+    most = max(moe.num_experts for moe in spec.moe_layers.values())
+    vectors = weights.embedding.new_zeros(len(spec.layers), most, spec.hidden_size).normal_(0.0, SCALE)
+    predictor = make_predictor(policy, ops, spec, weights, vectors)
     experts = OffloadedExperts(ops, spec, weights, store, num_slots, policy, predictor)
     decoder = Decoder(spec, weights, ops, experts)
     cache = KVCache.allocate(spec, 1, context + 2 * steps, device, weights.embedding.dtype)
@@ -119,7 +108,7 @@ def measure(
     p10, median, p90 = (1e3 * float(value) for value in np.percentile(times[steps:], [10, 50, 90]))
     counters = experts.counters
     moved = counters.moved_records() * store.layout.num_bytes / steps
-    experts.close()
+    experts.copies.close()  # the store, and its pinned memory, serves the next case
     return {
         "policy": str(policy),
         "slots": num_slots,
@@ -147,7 +136,7 @@ def main() -> int:
     try:
         spec = parse_config(read_json(options.random_weights), options.random_weights.name)
         store, weights = random_store(spec, dtype, device)
-        moe_layer = next(i for i, layer in enumerate(spec.layers) if layer.moe)
+        moe_layer = next(iter(spec.moe_layers))
         rate = link_rate(store, moe_layer, device)
         result: dict[str, Any] = {
             "provenance": provenance(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from tritonmoe.default_vectors import load_default_vectors
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.loading import load_weights
-from tritonmoe.memory_plan import Budget, MemoryPlan, plan, read_budget
+from tritonmoe.memory_plan import MemoryPlan, plan, read_budget
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import Operations, operations
@@ -44,10 +45,14 @@ class Placement:
     overrides: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def leaves_policy_open(self) -> bool:
+        """Whether nothing was asked for but an amount of memory."""
+        return not any((self.policy, self.expert_slots, self.default_vectors, self.measure, self.overrides))
+
+    @property
     def is_open(self) -> bool:
         """Whether nothing at all was asked for."""
-        asked = (self.policy, self.gpu_memory, self.expert_slots, self.default_vectors, self.measure, self.overrides)
-        return not any(asked)
+        return self.gpu_memory is None and self.leaves_policy_open
 
 
 @dataclass(frozen=True)
@@ -97,7 +102,7 @@ def load_decoder(loading: Loading, placement: Placement, max_context: int, batch
         vectors = load_default_vectors(vectors_file, spec, weights)
         defaults = vectors.by_layer(spec, device, loading.dtype)
     ops = operations(device)
-    predictor = _predictor(policy, ops, spec, weights, defaults)
+    predictor = make_predictor(policy, ops, spec, weights, defaults)
     logger.info("%s", policy)
     experts = OffloadedExperts(
         ops, spec, weights, store, division.num_slots, policy, predictor, defaults, placement.measure
@@ -116,12 +121,9 @@ def _divide(
     def divided(policy: Policy) -> MemoryPlan:
         return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots)
 
-    if placement.policy is None and not (
-        placement.expert_slots or placement.overrides or placement.default_vectors or placement.measure
-    ):
-        resident = resolve(RESIDENT)
-        if _fits(resident, loading, budget, max_context, batch):
-            return resident, divided(resident)
+    if placement.leaves_policy_open:
+        with suppress(InputError):  # it does not fit
+            return resolve(RESIDENT), divided(resolve(RESIDENT))
     policy, line = resolve(placement.policy or "exact", **placement.overrides).effective(has_vectors)
     if policy.predictor == "oracle":
         raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
@@ -134,13 +136,6 @@ def _divide(
     return policy, divided(policy)
 
 
-def _fits(policy: Policy, loading: Loading, budget: Budget, max_context: int, batch: int) -> bool:
-    try:
-        return plan(loading.spec, loading.dtype, loading.device, policy, budget, max_context, batch).fits_resident
-    except InputError:
-        return False
-
-
 def _vectors_file(folder: Path, placement: Placement) -> Path | None:
     if placement.default_vectors is not None:
         return placement.default_vectors
@@ -148,9 +143,10 @@ def _vectors_file(folder: Path, placement: Placement) -> Path | None:
     return beside if beside.is_file() else None
 
 
-def _predictor(
+def make_predictor(
     policy: Policy, ops: Operations, spec: ModelSpec, weights: ModelWeights, defaults: torch.Tensor | None
 ) -> Predictor:
+    """What foretells experts under `policy`, with default vectors [layers, E, H] where it uses them."""
     if policy.predictor == "none":
         return Predictor()
     if policy.predictor == "previous-token":

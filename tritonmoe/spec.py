@@ -122,3 +122,8 @@ class ModelSpec:
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
     logits_divisor: float = 1.0
+
+    @property
+    def moe_layers(self) -> dict[int, MoeSpec]:
+        """The layers with routed experts, in their order, by position in `layers`."""
+        return {i: layer.moe for i, layer in enumerate(self.layers) if layer.moe is not None}
