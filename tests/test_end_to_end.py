@@ -16,13 +16,13 @@ from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, TOLERANCE, asse
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.moe import routing_rule
-from tritonmoe.operations import MAX_DECODE_TOKENS, REFERENCES, Operations, kernels
+from tritonmoe.operations import REFERENCES, Operations, kernels
 from tritonmoe.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec, YarnSpec
 from tritonmoe.weights import ModelWeights, allocate, iter_tensors
 from tritonmoe_kernels import attention, expert_gemm, linear
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.references import expert_gemm_ref, route_topk_ref, speculate_ref
-from tritonmoe_kernels.routing import NormRouterOutput, Routing, SpeculateOutput
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing, SpeculateOutput
 from tritonmoe_kernels.speculate import speculate
 
 pytestmark = [*KERNEL_MARKS, pytest.mark.usefixtures("few_programs")]

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from nano.stories import tell
 from nano.tasks import training_items
 from tritonmoe import Engine
-from tritonmoe.default_vectors import DefaultVectors, model_identity, moe_layers, vector_shape
+from tritonmoe.default_vectors import DefaultVectors, model_identity, vector_shape
 from tritonmoe.engine import EMBEDDED
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.model import Decoder
@@ -117,7 +117,7 @@ class Accumulator:
         shape = vector_shape(spec)
         self.sums = torch.zeros(shape, dtype=torch.float64)
         self.counts = torch.zeros(shape[:2], dtype=torch.int64)
-        self._rows = {layer_id: row for row, layer_id in enumerate(moe_layers(spec))}
+        self._rows = {layer_id: row for row, layer_id in enumerate(spec.moe_layers)}
 
     def add(self, layer_id: int, topk_ids: torch.Tensor, expert_out: torch.Tensor) -> None:
         """topk_ids [T, K] of a layer and the outputs [T, K, H] of these experts, on any device."""
@@ -200,7 +200,7 @@ def with_progress(windows: Iterable[list[int]], total: int) -> Iterator[list[int
 def report(spec: ModelSpec, counts: torch.Tensor) -> list[str]:
     """Lines that say, by layer, how often experts were chosen: counts [L_moe, E]."""
     lines = ["layer    least     most   unseen   (how often an expert was chosen; experts never chosen)"]
-    for layer_id, row in zip(moe_layers(spec), counts, strict=True):
+    for layer_id, row in zip(spec.moe_layers, counts, strict=True):
         lines.append(f"{layer_id:5} {int(row.min()):8} {int(row.max()):8} {int((row == 0).sum()):8}")
     unseen = int((counts == 0).sum())
     if unseen:
@@ -261,7 +261,7 @@ def run(options: argparse.Namespace) -> None:
     length = engine.max_context if options.max_context is not None else min(engine.max_context, WINDOW)
     windows = windows_of(texts, engine.tokenizer, length, options.tokens)
     result = calibrate(decoder, with_progress(windows, options.tokens), length)
-    choices = sum(layer.moe.num_experts_per_tok for layer in spec.layers if layer.moe is not None)
+    choices = sum(moe.num_experts_per_tok for moe in spec.moe_layers.values())
     tokens = int(result.counts.sum()) // choices
     result.save(options.out, model_identity(spec, decoder.weights), f"{tokens} tokens: {', '.join(corpus)}")
     print("\n".join(report(spec, result.counts)))

@@ -11,11 +11,9 @@ The same steps under Nsight: `nsys profile -t cuda,nvtx python tools/bench.py â€
 
 from __future__ import annotations
 
-import gzip
 import json
 import sys
 from collections import defaultdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,17 +23,10 @@ from bench.floor import kv_bytes_per_step, weight_bytes_per_step
 from bench.measure import run_steps, time_steps
 from bench.ours import Ours
 from bench.routing import probe
-from bench.trace import DEVICE_CATEGORIES, PROFILED_STEPS, profile_steps
+from bench.trace import PROFILED_STEPS, device_events, profile_steps
 from provenance import provenance
 
 WARM_STEPS = 3
-
-
-def device_events(path: Path) -> list[dict[str, Any]]:
-    """Kernels, copies and fills of a Chrome trace in the order of their starts; times in us."""
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    return sorted((e for e in events if e.get("cat") in DEVICE_CATEGORIES), key=lambda event: event["ts"])
 
 
 def by_kernel(events: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:

@@ -55,7 +55,7 @@ class DefaultVectors:
     def by_layer(self, spec: ModelSpec, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """[layers, E, H] on `device`, indexed by the position in `spec.layers`; zero for layers without experts."""
         found = torch.zeros(len(spec.layers), *self.vectors.shape[1:], dtype=dtype, device=device)
-        found[moe_layers(spec)] = self.vectors.to(device, dtype)
+        found[list(spec.moe_layers)] = self.vectors.to(device, dtype)
         return found
 
     def save(self, path: Path, model: str, corpus: str) -> None:
@@ -111,7 +111,7 @@ def model_identity(spec: ModelSpec, weights: ModelWeights) -> str:
     ]
     facts = {"model_type": spec.model_type, "hidden_size": spec.hidden_size, "layers": layers}
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
-    for layer_id in moe_layers(spec):
+    for layer_id in spec.moe_layers:
         moe = weights.layers[layer_id].moe
         assert moe is not None
         for tensor in (moe.router, moe.router_bias, moe.selection_bias):
@@ -120,15 +120,10 @@ def model_identity(spec: ModelSpec, weights: ModelWeights) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def moe_layers(spec: ModelSpec) -> list[int]:
-    """Positions in `spec.layers` of those with routed experts."""
-    return [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
-
-
 def vector_shape(spec: ModelSpec) -> tuple[int, int, int]:
     """[L_moe, E, H] of the model's default vectors; InputError where layers differ in experts or none has any."""
     found = {layer.moe.num_experts for layer in spec.layers if layer.moe is not None}
     if len(found) != 1:
         counts = " and ".join(map(str, sorted(found))) or "no"
         raise InputError(f"default vectors need as many experts in every layer; this model has {counts} experts")
-    return len(moe_layers(spec)), found.pop(), spec.hidden_size
+    return len(spec.moe_layers), found.pop(), spec.hidden_size

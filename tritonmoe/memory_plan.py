@@ -113,7 +113,7 @@ def minimum_slots(spec: ModelSpec, policy: Policy, batch: int = 1) -> int:
     A layer's experts are all in use while those of the next `lookahead` layers arrive, the nearest of them with its
     extra candidates: K · (1 + lookahead) + candidates for one sequence, K without a predictor.
     """
-    moes = _moes(spec)
+    moes = spec.moe_layers.values()
     routed = max(_distinct(moe, batch, 0) for moe in moes)
     if policy.predictor == "none":
         return routed
@@ -158,7 +158,7 @@ class _Division:
     ) -> None:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
         self._max_context, self._batch = max_context, batch
-        self._num_experts = sum(moe.num_experts for moe in _moes(spec))
+        self._num_experts = sum(moe.num_experts for moe in spec.moe_layers.values())
         self._weight_bytes = weight_bytes(spec, dtype, with_experts=False)
         all_experts = weight_bytes(spec, dtype) - self._weight_bytes
         self._resident_row = (f"all {self._num_experts} experts", all_experts)
@@ -175,7 +175,7 @@ class _Division:
 
     def slots(self, budget: Budget, expert_slots: str | None) -> MemoryPlan:
         record_bytes = RecordLayout.of(self._spec, self._dtype).num_bytes
-        most = min(moe.num_experts - moe.num_experts_per_tok for moe in _moes(self._spec))
+        most = min(moe.num_experts - moe.num_experts_per_tok for moe in self._spec.moe_layers.values())
         if self._policy.candidates > most:
             raise InputError(
                 f"--candidates {self._policy.candidates} is more than a layer has beyond the experts it chooses; "
@@ -212,7 +212,7 @@ class _Division:
         """Default vectors on the device are [layers, E, H], dense layers included."""
         if not self._policy.uses_default_vectors:
             return 0
-        most = max(moe.num_experts for moe in _moes(self._spec))
+        most = max(moe.num_experts for moe in self._spec.moe_layers.values())
         return len(self._spec.layers) * most * self._spec.hidden_size * self._dtype.itemsize
 
     def _fits_resident(self, budget: Budget) -> bool:
@@ -275,10 +275,6 @@ class _Division:
             f"--expert-slots {given} is below the minimum of {minimum} for this model with {why}; "
             f"use {minimum} or more{remedy}"
         )
-
-
-def _moes(spec: ModelSpec) -> list[MoeSpec]:
-    return [layer.moe for layer in spec.layers if layer.moe is not None]
 
 
 def _distinct(moe: MoeSpec, batch: int, candidates: int) -> int:

@@ -9,11 +9,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
+from tritonmoe.operations import Operations
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
 from tritonmoe.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.routing import NormRouterOutput, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tritonmoe.counters import Counters
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.moe import Experts, routing_rule
-from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
+from tritonmoe.operations import Operations
 from tritonmoe.policy import Policy
 from tritonmoe.predictors import Predictor
 from tritonmoe.scheduler import Plan, Scheduler, Wave
@@ -31,7 +31,7 @@ from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ExpertWeights, ModelWeights
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.routing import NormRouterOutput, SpeculateOutput
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
 
 class OffloadedExperts(Experts):
@@ -56,8 +56,8 @@ class OffloadedExperts(Experts):
         self.predictor = predictor
         self._defaults = default_vectors
         self._measure = measure
-        self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
-        self._num_experts = max(layer.moe.num_experts for layer in spec.layers if layer.moe is not None)
+        self._moe_layers = list(spec.moe_layers)
+        self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
         self.pool = SlotPool(num_slots, len(spec.layers), self._num_experts, policy.eviction)
         self.counters = Counters(len(spec.layers), store.layout.num_bytes)  # of decode steps
         self.prefill_counters = Counters(len(spec.layers), store.layout.num_bytes)
@@ -106,9 +106,7 @@ class OffloadedExperts(Experts):
         self._is_torn = True
         self._guesses.clear()
         self._foretold.clear()
-        for slot, epoch in self.scheduler.abandon():
-            if self.copies.cancel(slot, epoch):
-                self.scheduler.abort(slot, epoch)
+        self._cancel(self.scheduler.abandon())
         self.copies.drain()
         self._is_torn = False
 
@@ -130,6 +128,12 @@ class OffloadedExperts(Experts):
         self._guesses.clear()
         self._foretold.clear()
         self._is_torn = False
+
+    def _cancel(self, fetches: list[tuple[int, int]]) -> None:
+        """Take back the copies (slot, epoch) that have not started; the others land."""
+        for slot, epoch in fetches:
+            if self.copies.cancel(slot, epoch):
+                self.scheduler.abort(slot, epoch)
 
     def _make_slots(self, num_slots: int) -> tuple[ExpertWeights, CopyEngine]:
         layout = self._store.layout
@@ -193,9 +197,7 @@ class OffloadedExperts(Experts):
                 self._account(layer_id, ids, weights)
         self._foretold.update(foretold)
         wanted = distinct(ids)
-        for slot, epoch in self.scheduler.refute(layer_id, wanted):
-            if self.copies.cancel(slot, epoch):
-                self.scheduler.abort(slot, epoch)
+        self._cancel(self.scheduler.refute(layer_id, wanted))
         if not is_prefill:
             wanted = self._leave_out(layer_id, ids, weights, wanted, out)
         self._run_waves(layer_id, routed.x, ids, wanted, out, foretold, is_prefill)
@@ -286,7 +288,8 @@ class OffloadedExperts(Experts):
             counters.left_out += int(is_dropped.sum())
             counters.left_out_mass += float(share[is_dropped].sum())
             rows = tuple(torch.from_numpy(index).to(out.device) for index in is_dropped.nonzero())
-            if self.policy.miss_fill == "default-vector" and self._defaults is not None:
+            if self.policy.miss_fill == "default-vector":
+                assert self._defaults is not None, "the policy fills in default vectors and there are none"
                 experts = torch.from_numpy(ids[is_dropped].astype(np.int64)).to(out.device)
                 out[rows] = self._defaults[layer_id, experts].to(out.dtype)
             else:

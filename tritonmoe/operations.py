@@ -16,7 +16,6 @@ from tritonmoe_kernels import references
 
 # Up to so many tokens a projection streams its weights through our own kernel; from there on the library's is faster.
 MAX_STREAMED_TOKENS = 1
-MAX_DECODE_TOKENS = 16  # the most that the decode forms of routing take
 
 
 class Operations(NamedTuple):

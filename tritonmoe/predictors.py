@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from tritonmoe.moe import routing_rule
-from tritonmoe.operations import MAX_DECODE_TOKENS, Operations
+from tritonmoe.operations import Operations
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
-from tritonmoe_kernels.routing import NormRouterOutput, SpeculateOutput
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
 
 class Predictor:
@@ -57,7 +57,7 @@ class RouterPredictor(Predictor):
         self._lookahead, self._candidates = lookahead, candidates
         self._defaults = default_vectors
         self._counter = torch.zeros(MAX_DECODE_TOKENS, dtype=torch.int32, device=weights.embedding.device)
-        self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
+        self._moe_layers = list(spec.moe_layers)
 
     def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
@@ -93,7 +93,7 @@ class HostPredictor(Predictor):
     def __init__(self, spec: ModelSpec, lookahead: int, trace: Sequence[Sequence[np.ndarray]] | None = None) -> None:
         """`trace`: per decode step the ids [T, K] of each layer (an empty array for a dense one)."""
         self._lookahead = lookahead
-        self._moe_layers = [i for i, layer in enumerate(spec.layers) if layer.moe is not None]
+        self._moe_layers = list(spec.moe_layers)
         self._trace = trace
         self.begin()
 

@@ -26,10 +26,10 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
-DECODE_MAX_TOKENS = 16
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
@@ -310,7 +310,7 @@ def expert_gemm(
     out = _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
     hidden = _buffer("hidden", hidden, x, (tokens, top_k, down.shape[2]), zero=False)
     if form is None:
-        form = "decode" if tokens <= DECODE_MAX_TOKENS else "prefill"
+        form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
     if tokens == 0 or top_k == 0:
@@ -348,7 +348,7 @@ def combine(
     if tokens == 0:
         return out
     # Few tokens: many programs of one warp, 16 bytes of every part per lane; more tokens fill the device anyway.
-    block_h, num_warps = (256, 1) if tokens <= DECODE_MAX_TOKENS else (1024, 4)
+    block_h, num_warps = (256, 1) if tokens <= MAX_DECODE_TOKENS else (1024, 4)
     _combine_kernel[(tokens, cdiv(hidden_size, block_h))](
         out,
         expert_out,

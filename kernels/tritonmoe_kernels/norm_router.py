@@ -22,10 +22,9 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.routing import NormRouterOutput, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
-MAX_DECODE_TOKENS = 16
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
 
 

@@ -7,6 +7,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+MAX_DECODE_TOKENS = 16  # the most that decode forms take, each of which reads weights again or needs a counter
+
 
 @dataclass(frozen=True)
 class Routing:

@@ -16,7 +16,7 @@ COPIES = 10
 
 def expected_distinct(spec: ModelSpec, batch: int) -> list[float]:
     """Distinct experts per MoE layer that `batch` tokens touch if each draws its K of E uniformly, on average."""
-    moes = [layer.moe for layer in spec.layers if layer.moe is not None]
+    moes = spec.moe_layers.values()
     return [moe.num_experts * (1 - (1 - moe.num_experts_per_tok / moe.num_experts) ** batch) for moe in moes]
 
 

@@ -36,15 +36,19 @@ def profile_steps(stepper: Stepper, path: Path, steps: int) -> list[dict[str, An
     return _ranked({name: value for name, value in times.items() if name != "decode step"})
 
 
-def _device_times(path: Path) -> dict[str, tuple[int, float]]:
-    """{name: (calls, us)} of everything that ran on the device, out of the trace file."""
+def device_events(path: Path) -> list[dict[str, Any]]:
+    """Kernels, copies and fills of a Chrome trace in the order of their starts; times in us."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
+    return sorted((e for e in events if e.get("cat") in DEVICE_CATEGORIES), key=lambda event: event["ts"])
+
+
+def _device_times(path: Path) -> dict[str, tuple[int, float]]:
+    """{name: (calls, us)} of everything that ran on the device, out of the trace file."""
     found: dict[str, tuple[int, float]] = defaultdict(lambda: (0, 0.0))
-    for event in events:
-        if event.get("cat") in DEVICE_CATEGORIES:
-            calls, total = found[event["name"]]
-            found[event["name"]] = (calls + 1, total + float(event["dur"]))
+    for event in device_events(path):
+        calls, total = found[event["name"]]
+        found[event["name"]] = (calls + 1, total + float(event["dur"]))
     return found
 
 
