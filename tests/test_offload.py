@@ -24,6 +24,7 @@ from tritonmoe.operations import Operations, operations
 from tritonmoe.policy import Policy, resolve
 from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
 from tritonmoe.rope import inverse_frequencies
+from tritonmoe.session import prefill_chunk
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights, allocate, iter_tensors
 from tritonmoe_kernels import reference
@@ -385,15 +386,16 @@ def test_measuring_changes_nothing_and_reports_agreement() -> None:
 
 
 def test_a_long_prompt_through_few_slots() -> None:
-    """Many prefill steps, each of which wants every expert of every layer."""
-    spec = make_spec("qwen3")
+    """16k tokens in prefill steps of which each wants every expert of every layer."""
+    spec = parse(**{**SPECS["qwen3"], "num_hidden_layers": 2, "max_position_embeddings": 32768})
     weights = noise(spec)
-    prompt = torch.randint(spec.vocab_size, (1, 3000), generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    length, chunk = 16_400, prefill_chunk(DEVICE)
+    prompt = torch.randint(spec.vocab_size, (1, length), generator=torch.Generator().manual_seed(3)).to(DEVICE)
     logits = []
     for decoder in (Decoder(spec, weights), Offloaded(spec, weights, 3, POLICIES["quasi-hidden"]).decoder):
-        cache = KVCache.allocate(spec, 1, 3010, DEVICE, torch.float32)
-        for start in range(0, 3000, 512):
-            last = decoder.prefill(prompt[:, start : start + 512], start, cache)
+        cache = KVCache.allocate(spec, 1, length, DEVICE, torch.float32)
+        for start in range(0, length, chunk):
+            last = decoder.prefill(prompt[:, start : start + chunk], start, cache)
         logits.append(last)
     assert torch.equal(*logits)
 

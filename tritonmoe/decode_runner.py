@@ -1,4 +1,4 @@
-"""Runs decode steps of a batch over one KV cache: on a GPU each step, sampling included, is one CUDA graph."""
+"""Runs decode steps of a batch over one KV cache: on a GPU each step, sampling included, is captured and replayed."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from tritonmoe.errors import InputError
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.sampling import NOT_FINITE, SamplingParams, sample
+from tritonmoe.step_graph import StepGraph
 
 MAX_UNREAD = 3  # draws whose tokens were not taken yet, each in a buffer of its own
 
@@ -107,7 +108,8 @@ class _DeviceSteps:
         self._sampler = BatchSampler([SamplingParams()] * batch, self._vocab_size, device)
         self._capture = capture and self._decoder.experts.is_capturable
         # By whether every row is greedy, which needs no sorting. None: the step has run, and can be captured now.
-        self._graphs: dict[bool, torch.cuda.CUDAGraph | None] = {}
+        self._graphs: dict[bool, StepGraph | None] = {}
+        self._layout = self._decoder.experts.layout  # of the memory that the captured steps address
         self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(MAX_UNREAD))
         self._drawn: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
@@ -127,6 +129,9 @@ class _DeviceSteps:
 
     @torch.inference_mode()
     def launch(self) -> None:
+        if self._layout != self._decoder.experts.layout:
+            self._graphs.clear()
+            self._layout = self._decoder.experts.layout
         kind = self._sampler.is_greedy
         graph = self._graphs.get(kind)
         if graph is None and kind in self._graphs and self._capture:
@@ -141,7 +146,7 @@ class _DeviceSteps:
     @property
     def lookahead(self) -> int:
         """A step that needs the host in between would hold up the tokens of the one before."""
-        return 1 if self._capture else 0
+        return 1 if self._capture and not self._decoder.experts.needs_host else 0
 
     def tokens(self) -> list[int]:
         landed, event = self._drawn.popleft()
@@ -170,8 +175,11 @@ class _DeviceSteps:
         event.record()
         self._drawn.append((landing, event))
 
-    def _captured(self) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._step()
+    def _captured(self) -> StepGraph:
+        graph, experts = StepGraph(), self._decoder.experts
+        experts.step_graph = graph
+        try:
+            graph.capture(self._step)
+        finally:
+            experts.step_graph = None
         return graph

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from tritonmoe.operations import Operations
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
+from tritonmoe.step_graph import StepGraph
 from tritonmoe.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
@@ -50,8 +51,11 @@ class Experts:
         self._spec = spec
         self._weights = weights
         self._scratch = Scratch.allocate(weights.embedding.device)
+        self.step_graph: StepGraph | None = None  # while a decode step is captured
 
-    is_capturable = True  # whether a forward pass can be captured in a CUDA graph
+    is_capturable = True  # whether a decode step can be captured in CUDA graphs
+    needs_host = False  # whether the host decides something in the middle of a decode step
+    layout = 0  # another number: captured steps address memory that is no longer in use
 
     def begin(self) -> None:
         """A generation begins."""

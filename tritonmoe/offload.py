@@ -2,7 +2,8 @@
 
 A decode layer, on the host: read the ids that the router chose (and those foretold for later layers), plan, enqueue the
 missing records' copies, run the experts that are there, then the others as their copies are ordered before them. What
-is foretold is copied behind what is needed. The host waits for the ids alone, never for a copy.
+is foretold is copied behind what is needed. The host waits for the ids alone, never for a copy. On a GPU all that is
+launched between two of the host's decisions is one captured graph (`StepGraph`): a layer costs the host two of them.
 
 A prefill layer wants nearly all experts, so they pass through the slots in waves: while one half is computed with, the
 other half is filled, and the next layer's first experts follow behind the last wave.
@@ -13,7 +14,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -32,6 +33,64 @@ from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ExpertWeights, ModelWeights
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
+
+NOTHING = Wave({}, {}, [])
+
+
+class Turn:
+    """A decode layer's exchange between device and host, and what the host made of it.
+
+    Where the step is captured this is made once: the tensors stay, the graphs copy into and out of them.
+    """
+
+    def __init__(
+        self,
+        layer_id: int,
+        routed: NormRouterOutput,
+        guesses: dict[int, SpeculateOutput],
+        out: torch.Tensor,
+    ) -> None:
+        """`guesses` by later layer; `out` [T, K, H] is where the experts' outputs go."""
+        self.layer_id, self.x, self.out = layer_id, routed.x, out
+        self.later = list(guesses)
+        parts = [routed.topk_ids, routed.topk_weights.view(torch.int32), *(guess.ids for guess in guesses.values())]
+        ends = np.cumsum([part.shape[1] for part in parts]).tolist()
+        self._columns = [slice(end - part.shape[1], end) for end, part in zip(ends, parts, strict=True)]
+        packed = torch.cat(parts, dim=1)
+        is_cuda = packed.is_cuda
+        self._landing = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True) if is_cuda else packed
+        if is_cuda:
+            self._landing.copy_(packed, non_blocking=True)
+        # Of the slots that are ready and of those that are awaited, [T, K] each, -1 elsewhere.
+        shape = (2, *routed.topk_ids.shape)
+        self._slot_ids = torch.empty(shape, dtype=torch.int32, pin_memory=is_cuda)
+        self._device_slot_ids = torch.empty(shape, dtype=torch.int32, device=packed.device)
+        self._host_slot_ids = self._slot_ids.numpy()
+        # What the host reads and decides:
+        self.ids = self.weights = np.empty((0, 0))
+        self.foretold: dict[int, np.ndarray] = {}
+        self.wave = NOTHING
+        self.missing: dict[int, int] = {}  # of the wave, expert -> slot
+        self.is_ahead = False  # what is foretold is being fetched
+
+    def read(self) -> None:
+        """Take the ids and weights [T, K], and the foretold ids [T, M] by later layer, that the device has written."""
+        landed = self._landing.numpy().copy()
+        self.ids, weights, *foretold = (landed[:, columns] for columns in self._columns)
+        self.weights = weights.view(np.float32)
+        self.foretold = dict(zip(self.later, foretold, strict=True))
+        self.is_ahead = False
+
+    def assign(self, wave: Wave, num_experts: int) -> None:
+        """What to compute with once `send` has run on the device."""
+        self.wave, self.missing = wave, wave.missing
+        self._host_slot_ids[0] = slot_table(wave.ready, num_experts)[self.ids]
+        self._host_slot_ids[1] = slot_table(self.missing, num_experts)[self.ids]
+
+    def send(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The assigned slots on the device, those that are ready and those that are awaited: [T, K] int32 each."""
+        self._device_slot_ids.copy_(self._slot_ids, non_blocking=True)
+        return self._device_slot_ids[0], self._device_slot_ids[1]
 
 
 class OffloadedExperts(Experts):
@@ -66,9 +125,11 @@ class OffloadedExperts(Experts):
         self._slots, self.copies = self._make_slots(num_slots)
         self._guesses: dict[int, SpeculateOutput] = {}
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
+        self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
+        self.is_capturable = not measure
 
-    is_capturable = False  # the host decides in the middle of every layer
+    needs_host = True
 
     def begin(self) -> None:
         self.settle()
@@ -89,15 +150,21 @@ class OffloadedExperts(Experts):
         self._store.close()
 
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        if self._is_torn:
-            self._start_afresh()
-        self._is_torn = True  # until the end of the layer: an interrupt comes between any two of its statements
-        if layer_id == self._moe_layers[0]:
-            self.scheduler.counters = self.prefill_counters if is_prefill else self.counters
+        if self.step_graph is not None:
+            return super().layer(layer_id, residual, delta, is_prefill)
+        self._enter(layer_id, is_prefill)
         self.copies.pump()
         residual = super().layer(layer_id, residual, delta, is_prefill)
         self._is_torn = False
         return residual
+
+    def _enter(self, layer_id: int, is_prefill: bool) -> None:
+        """Begin to change the bookkeeping; until it is whole again an interrupt leaves it torn."""
+        if self._is_torn:
+            self._start_afresh()
+        self._is_torn = True
+        if layer_id == self._moe_layers[0]:
+            self.scheduler.counters = self.prefill_counters if is_prefill else self.counters
 
     def settle(self) -> None:
         """Give up what is foretold and wait for what is under way: between generations."""
@@ -118,6 +185,7 @@ class OffloadedExperts(Experts):
         moved = self.copies.num_copies
         self._slots, self.copies = self._make_slots(num_slots)
         self.copies.num_copies = moved
+        self.layout += 1
 
     def _start_afresh(self) -> None:
         """Forget every slot: what an exception interrupted cannot be told from what it did not."""
@@ -127,6 +195,7 @@ class OffloadedExperts(Experts):
         self.copies.landed = self.pool.landed
         self._guesses.clear()
         self._foretold.clear()
+        self._turn = None
         self._is_torn = False
 
     def _cancel(self, fetches: list[tuple[int, int]]) -> None:
@@ -144,9 +213,6 @@ class OffloadedExperts(Experts):
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
         is_first = layer_id == self._moe_layers[0]
-        if is_first and not is_prefill:
-            self.predictor.begin_step()
-            self.counters.tokens += len(residual)
         if is_first or is_prefill or self.policy.execute == "routed":
             return self._true_routing(layer_id, residual, delta)
         if guess is None:
@@ -186,51 +252,126 @@ class OffloadedExperts(Experts):
         )
 
     def _compute(self, layer_id: int, routed: NormRouterOutput, out: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        guesses = {} if is_prefill else self.predictor.guess(layer_id, routed)
+        if is_prefill:
+            self._prefill(Turn(layer_id, routed, {}, out))
+            return routed.topk_weights
+        guesses = self.predictor.guess(layer_id, routed)
         if self.policy.execute == "speculated":
             self._guesses = dict(guesses)
-        ids, weights, foretold = self._to_host(routed, guesses)
-        foretold.update({} if is_prefill else self.predictor.known(layer_id))
-        if not is_prefill:
-            self.predictor.observe(layer_id, ids)
-            if self.policy.execute == "routed":  # else what is foretold is what runs
-                self._account(layer_id, ids, weights)
-        self._foretold.update(foretold)
-        wanted = distinct(ids)
-        self._cancel(self.scheduler.refute(layer_id, wanted))
-        if not is_prefill:
-            wanted = self._leave_out(layer_id, ids, weights, wanted, out)
-        self._run_waves(layer_id, routed.x, ids, wanted, out, foretold, is_prefill)
-        if self.hooks.on_layer is not None:
-            self.hooks.on_layer(layer_id, is_prefill, ids, weights, foretold)
+        turn = Turn(layer_id, routed, guesses, out)
+        graph = self.step_graph
+        if graph is None:
+            self._decide(turn)
+            self._look_ahead(turn)  # on a CPU the computation leaves no other time for it
+            ready, missing = turn.send()
+            if turn.wave.ready:
+                self._run_slots(layer_id, turn.x, ready, self._slots, out)
+            self._await(turn)
+            if turn.missing:
+                self._run_slots(layer_id, turn.x, missing, self._slots, out)
+            self._finish(turn)
+        else:
+            graph.pause(lambda: self._replay_decide(turn))
+            ready, missing = turn.send()
+            self._run_slots(layer_id, turn.x, ready, self._slots, out)
+            graph.pause(lambda: self._await(turn))
+            self._run_slots(layer_id, turn.x, missing, self._slots, out)
+            if layer_id == self._moe_layers[-1]:
+                graph.at_end(self._finish_last)
         return routed.topk_weights
 
-    def _run_waves(
-        self,
-        layer_id: int,
-        x: torch.Tensor,
-        ids: np.ndarray,
-        wanted: Sequence[int],
-        out: torch.Tensor,
-        foretold: dict[int, np.ndarray],
-        is_prefill: bool,
-    ) -> None:
-        """Compute with the wanted experts, in as many waves as the slots need."""
-        # In prefill half of the slots at a time, so that the other half is filled meanwhile.
-        most = max(1, self.pool.num_slots // 2) if is_prefill else self.pool.num_slots
-        plan = self.scheduler.plan(layer_id, wanted, most)
+    def _replay_decide(self, turn: Turn) -> None:
+        """`_decide` between two captured pieces, of which the one before also finished the last layer."""
+        self._finish_last()
+        self._enter(turn.layer_id, is_prefill=False)
+        self._decide(turn)
+
+    def _finish_last(self) -> None:
+        """Finish the layer whose last captured piece has been launched."""
+        turn = self._turn
+        if turn is not None:
+            self._finish(turn)
+            self._look_ahead(turn)
+            self._is_torn = False
+
+    def _decide(self, turn: Turn) -> None:
+        """Read what was routed and foretold, and begin to fetch what the layer lacks."""
+        layer_id = turn.layer_id
+        self._await_device()
+        turn.read()
+        ids, weights = turn.ids, turn.weights
+        if layer_id == self._moe_layers[0]:
+            self.predictor.begin_step()
+            self.counters.tokens += len(ids)
+        turn.foretold.update(self.predictor.known(layer_id))
+        self.predictor.observe(layer_id, ids)
+        if self.policy.execute == "routed":  # else what is foretold is what runs
+            self._account(layer_id, ids, weights)
+        self._foretold.update(turn.foretold)
+        wanted = distinct(ids)
+        self._cancel(self.scheduler.refute(layer_id, wanted))
+        wanted = self._leave_out(layer_id, ids, weights, wanted, turn.out)
+        plan = self.scheduler.plan(layer_id, wanted)
         wave = self._next_wave(layer_id, plan)
-        if is_prefill:
-            foretold = self._prefill_ahead(layer_id, len(wanted))
+        while wave is not None and not plan.is_done:  # the slots do not hold all at once
+            self._run_wave(turn, wave)
+            wave = self._next_wave(layer_id, plan)
+        assert plan.is_done, "no slot could be had for an expert that is needed"
+        turn.assign(NOTHING if wave is None else wave, self._num_experts)
+
+    def _await_device(self) -> None:
+        """Until everything launched so far has run; meanwhile copies go on."""
+        if self._weights.embedding.is_cuda:
+            event = torch.cuda.Event()
+            event.record()
+            while not event.query():
+                self.copies.pump()
+
+    def _await(self, turn: Turn) -> None:
+        """Order what is launched next behind the copies that the layer waits for."""
+        if turn.missing:
+            self.copies.wait(turn.missing.values())
+        self._turn = turn
+
+    def _finish(self, turn: Turn) -> None:
+        """The layer's computation is launched."""
+        self._turn = None
+        if turn.wave is not NOTHING:
+            self._release(turn.layer_id, turn.wave)
+        if self.hooks.on_layer is not None:
+            self.hooks.on_layer(turn.layer_id, False, turn.ids, turn.weights, turn.foretold)
+
+    def _release(self, layer_id: int, wave: Wave) -> None:
+        """The wave's slots may be filled again, behind what has been launched."""
+        self.copies.release(wave.slots)
+        self.scheduler.finish(layer_id, wave)
+
+    def _look_ahead(self, turn: Turn) -> None:
+        """Fetch what is foretold, once."""
+        if not turn.is_ahead:
+            turn.is_ahead = True
+            self._prefetch(turn.foretold)
+
+    def _prefill(self, turn: Turn) -> None:
+        """Compute with the wanted experts, in as many waves as the slots need, half of them being filled meanwhile."""
+        layer_id = turn.layer_id
+        self._await_device()
+        turn.read()
+        wanted = distinct(turn.ids)
+        self._cancel(self.scheduler.refute(layer_id, wanted))
+        plan = self.scheduler.plan(layer_id, wanted, max(1, self.pool.num_slots // 2))
+        wave = self._next_wave(layer_id, plan)
+        foretold = self._prefill_ahead(layer_id, len(wanted))
         while wave is not None:
-            following = self._next_wave(layer_id, plan) if is_prefill else None
+            following = self._next_wave(layer_id, plan)
             if plan.is_done:
                 self._prefetch(foretold)
-            self._run_wave(layer_id, x, ids, wave, out)
-            self.scheduler.finish(layer_id, wave)
+            self._run_wave(turn, wave)
             wave = following if following is not None else self._next_wave(layer_id, plan)
         assert plan.is_done, "no slot could be had for an expert that is needed"
         self.copies.pump()
+        if self.hooks.on_layer is not None:
+            self.hooks.on_layer(layer_id, True, turn.ids, turn.weights, {})
 
     def _next_wave(self, layer_id: int, plan: Plan) -> Wave | None:
         """Plan a wave and enqueue the copies it needs."""
@@ -241,16 +382,23 @@ class OffloadedExperts(Experts):
             self.copies.pump()
         return wave
 
-    def _run_wave(self, layer_id: int, x: torch.Tensor, ids: np.ndarray, wave: Wave, out: torch.Tensor) -> None:
-        missing = {**wave.late, **{expert: slot for expert, slot, _ in wave.demand}}
+    def _run_wave(self, turn: Turn, wave: Wave) -> None:
+        """Compute with a wave now, and finish it."""
+        missing = wave.missing
         # Before any wait: on a GPU the ids would queue up behind the records.
-        ready_ids, missing_ids = self._slot_ids(ids, wave.ready), self._slot_ids(ids, missing)
+        ready_ids, missing_ids = self._slot_ids(turn.ids, wave.ready), self._slot_ids(turn.ids, missing)
         if wave.ready:
-            self._run_slots(layer_id, x, ready_ids, self._slots, out)
+            self._run_slots(turn.layer_id, turn.x, ready_ids, self._slots, turn.out)
         if missing:
             self.copies.wait(missing.values())
-            self._run_slots(layer_id, x, missing_ids, self._slots, out)
-        self.copies.release([*wave.ready.values(), *missing.values()])
+            self._run_slots(turn.layer_id, turn.x, missing_ids, self._slots, turn.out)
+        self._release(turn.layer_id, wave)
+
+    def _slot_ids(self, ids: np.ndarray, slots: dict[int, int]) -> torch.Tensor:
+        """ids [T, K] -> the slot of each, -1 where it is not among `slots`: [T, K] int32 on the device."""
+        found = torch.from_numpy(slot_table(slots, self._num_experts)[ids])
+        device = self._weights.embedding.device
+        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
 
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
         # What will run anyway is no guess.
@@ -302,32 +450,12 @@ class OffloadedExperts(Experts):
         if foretold is not None:
             self.counters.foretell(layer_id, foretold, ids, weights)
 
-    def _to_host(
-        self, routed: NormRouterOutput, guesses: dict[int, SpeculateOutput]
-    ) -> tuple[np.ndarray, np.ndarray, dict[int, np.ndarray]]:
-        """ids [T, K], weights [T, K] and the foretold ids [T, M] by layer, in one copy."""
-        parts = [routed.topk_ids, routed.topk_weights.view(torch.int32), *(guess.ids for guess in guesses.values())]
-        packed = torch.cat(parts, dim=1)
-        if packed.is_cuda:
-            landing = torch.empty(packed.shape, dtype=torch.int32, pin_memory=True)
-            landing.copy_(packed, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record()
-            while not event.query():
-                self.copies.pump()
-            packed = landing
-        values = packed.numpy()
-        sizes = [part.shape[1] for part in parts]
-        ids, weights, *foretold = np.split(values, np.cumsum(sizes)[:-1], axis=1)
-        return ids, weights.view(np.float32), dict(zip(guesses, foretold, strict=True))
 
-    def _slot_ids(self, ids: np.ndarray, slots: dict[int, int]) -> torch.Tensor:
-        """ids [T, K] -> the slot of each, -1 where it is not among `slots`: [T, K] int32 on the device."""
-        table = np.full(self._num_experts, -1, dtype=np.int32)
-        table[list(slots)] = list(slots.values())
-        found = torch.from_numpy(table[ids])
-        device = self._weights.embedding.device
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+def slot_table(slots: dict[int, int], num_experts: int) -> np.ndarray:
+    """[E] int32: the slot of each expert, -1 of those without."""
+    table = np.full(num_experts, -1, dtype=np.int32)
+    table[list(slots)] = list(slots.values())
+    return table
 
 
 def distinct(ids: np.ndarray) -> list[int]:

@@ -29,6 +29,11 @@ class Wave(NamedTuple):
     demand: list[Fetch]
 
     @property
+    def missing(self) -> dict[int, int]:
+        """expert -> slot of what a copy is awaited for."""
+        return {**self.late, **{expert: slot for expert, slot, _ in self.demand}}
+
+    @property
     def slots(self) -> list[int]:
         return [*self.ready.values(), *self.late.values(), *(fetch.slot for fetch in self.demand)]
 

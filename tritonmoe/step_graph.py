@@ -1,0 +1,61 @@
+"""A decode step as CUDA graphs, with what the host decides between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+class StepGraph:
+    """Pieces of one step, captured in order and replayed in order; between two pieces the host may act.
+
+    The pieces share one pool of memory: what a later piece overwrites, an earlier one has finished with, since both
+    always run in this order. A tensor that the host's part touches must be kept by that part.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Callable[[], object]] = []
+        self._last: list[Callable[[], object]] = []
+        self._pool = torch.cuda.graph_pool_handle()
+        self._piece: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def has_pauses(self) -> bool:
+        """Whether the host is needed before the step has ended."""
+        return len(self._parts) > 1
+
+    def capture(self, step: Callable[[], object]) -> None:
+        """Record what `step` launches. It must have run before, so that nothing is compiled or allocated first now."""
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            self._begin()
+            try:
+                step()
+            finally:  # a capture that goes on would make every later call fail
+                self._end()
+        self._parts += self._last
+
+    def pause(self, act: Callable[[], object]) -> None:
+        """While capturing: `act` runs here, on the host, once all before it has been launched."""
+        self._end()
+        self._parts.append(act)
+        self._begin()
+
+    def at_end(self, act: Callable[[], object]) -> None:
+        """While capturing: `act` runs once the whole step has been launched."""
+        self._last.append(act)
+
+    def replay(self) -> None:
+        for part in self._parts:
+            part()
+
+    def _begin(self) -> None:
+        self._piece = torch.cuda.CUDAGraph()
+        # Other threads may use the GPU meanwhile: the one that feeds a progress bar, a second engine's.
+        self._piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+
+    def _end(self) -> None:
+        assert self._piece is not None
+        self._piece.capture_end()
+        self._parts.append(self._piece.replay)
