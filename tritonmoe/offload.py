@@ -135,12 +135,13 @@ class OffloadedExperts(Experts):
         self.settle()
         self.predictor.begin()
         layers, record_bytes = len(self._spec.layers), self._store.layout.num_bytes
+        self.copies.waited_s()  # of the last generation
         self.counters, self.prefill_counters = Counters(layers, record_bytes), Counters(layers, record_bytes)
         self.scheduler.counters = self.counters
         self.copies.num_copies = 0
 
     def report(self) -> list[str]:
-        self.counters.wait_s += self.copies.waited_s()
+        self.scheduler.counters.wait_s += self.copies.waited_s()
         fetched = self.prefill_counters.moved_records() * self._store.layout.num_bytes
         return [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
 
@@ -163,8 +164,10 @@ class OffloadedExperts(Experts):
         if self._is_torn:
             self._start_afresh()
         self._is_torn = True
-        if layer_id == self._moe_layers[0]:
-            self.scheduler.counters = self.prefill_counters if is_prefill else self.counters
+        counters = self.prefill_counters if is_prefill else self.counters
+        if layer_id == self._moe_layers[0] and self.scheduler.counters is not counters:
+            self.scheduler.counters.wait_s += self.copies.waited_s()
+            self.scheduler.counters = counters
 
     def settle(self) -> None:
         """Give up what is foretold and wait for what is under way: between generations."""

@@ -36,9 +36,10 @@ def release_dependents(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def launch_options(device: torch.device) -> dict[str, Any]:
-    """Launch arguments of a kernel with a PDL parameter."""
-    return _options(device.type, device.index)
+def launch_options(device: torch.device, after_join: bool = False) -> dict[str, Any]:
+    """Launch arguments of a kernel with a PDL parameter; an ordinary launch where it comes after several others
+    (`after_join`), of which a dependent launch could await only the last."""
+    return {"PDL": False} if after_join else _options(device.type, device.index)
 
 
 @functools.cache

@@ -297,6 +297,8 @@ def expert_gemm(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
+    part: str | None = None,
+    after_join: bool = False,
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -304,19 +306,30 @@ def expert_gemm(
     biases [S, 2I] and [S, H]. Slots may be any stride apart (records of a pool; a multiple of 16 elements keeps loads
     wide), each matrix is contiguous. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
     passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
+    `part` "gate_up" (which returns `hidden`) or "down" runs that half alone of the decode form: experts that arrive
+    late are put through gate_up when they are there, and then all through down. `after_join`: the launch before
+    this one may be in another stream, so it is no dependent launch.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
-    out = _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
+    if part is not None and hidden is None:
+        raise ValueError("hidden is needed: it is what the halves of the decode form share")
     hidden = _buffer("hidden", hidden, x, (tokens, top_k, down.shape[2]), zero=False)
+    # `out` is not part of the first half, which returns what it wrote.
+    out = hidden if part == "gate_up" else _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
     if form is None:
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
+    if part not in (None, "gate_up", "down") or (part is not None and form != "decode"):
+        raise ValueError(f"part must be 'gate_up' or 'down', of the decode form, or None, not {part!r} of {form}")
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
-        _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
+        if part != "down":
+            _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, after_join)
+        if part != "gate_up":
+            _down_decode(slot_ids, down, down_bias, out, hidden, after_join and part == "down")
     else:
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device)
         blocks = sort_tokens(slot_ids, gate_up.shape[0], launch["block_m"], num_experts)
@@ -365,19 +378,18 @@ def combine(
     return out
 
 
-def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden) -> None:
-    pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
-    evict = SINGLE_TOKEN_EVICTION if len(x) == 1 else ""
-    _, hidden_size, intermediate = down.shape
-    launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), x.shape[0], x.device)
-    _gate_up_decode_kernel[(pairs, cdiv(intermediate, launch["block_n"]))](
+def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, after_join) -> None:
+    tokens, top_k = slot_ids.shape
+    intermediate, hidden_size = hidden.shape[2], x.shape[1]
+    launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), tokens, x.device)
+    _gate_up_decode_kernel[(tokens * top_k, cdiv(intermediate, launch["block_n"]))](
         hidden,
         x,
         slot_ids,
         gate_up,
-        gate_up_bias,
+        bias,
         gate_up.stride(0),
-        0 if gate_up_bias is None else gate_up_bias.stride(0),
+        0 if bias is None else bias.stride(0),
         limit,
         alpha,
         TOP_K=top_k,
@@ -386,26 +398,31 @@ def _decode(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, al
         KIND=kind,
         BLOCK_N=launch["block_n"],
         BLOCK_K=min(launch["block_k"], next_power_of_2(hidden_size)),
-        EVICT=evict,
+        EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        **launch_options(x.device),
+        **launch_options(x.device, after_join),
     )
-    launch = launch_config("expert_down_decode", x.dtype, (hidden_size, intermediate), x.shape[0], x.device)
-    _down_decode_kernel[(pairs, cdiv(hidden_size, launch["block_n"]))](
+
+
+def _down_decode(slot_ids, down, bias, out, hidden, after_join) -> None:
+    tokens, top_k = slot_ids.shape
+    _, hidden_size, intermediate = down.shape
+    launch = launch_config("expert_down_decode", hidden.dtype, (hidden_size, intermediate), tokens, hidden.device)
+    _down_decode_kernel[(tokens * top_k, cdiv(hidden_size, launch["block_n"]))](
         out,
         hidden,
         slot_ids,
         down,
-        down_bias,
+        bias,
         down.stride(0),
-        0 if down_bias is None else down_bias.stride(0),
+        0 if bias is None else bias.stride(0),
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         BLOCK_N=launch["block_n"],
         BLOCK_K=min(launch["block_k"], next_power_of_2(intermediate)),
-        EVICT=evict,
+        EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        **launch_options(x.device),
+        **launch_options(hidden.device, after_join),
     )
 
 

@@ -7,6 +7,8 @@ K experts per token, I intermediate, S slots, L cached positions, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -156,21 +158,46 @@ def expert_mlp(
     x [T, H]; slot_ids [T, K] integers, -1 where the expert is absent; gate_up [S, 2I, H] (gate rows, then up rows);
     down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent. Computes in x's dtype.
     """
+    hidden = expert_gate_up(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha)
+    return expert_down(hidden, slot_ids, down, down_bias)
+
+
+def expert_gate_up(
+    x: torch.Tensor,
+    slot_ids: torch.Tensor,
+    gate_up: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    kind: str = "silu",
+    limit: float = 0.0,
+    alpha: float = 0.0,
+) -> torch.Tensor:
+    """The first half of `expert_mlp`, activation included: [T, K, I], zero where absent."""
     tokens, top_k = slot_ids.shape
-    out = x.new_zeros(tokens * top_k, x.shape[1])
+    hidden = x.new_zeros(tokens * top_k, gate_up.shape[1] // 2)
+    for slot, rows in _rows_by_slot(slot_ids):
+        hidden[rows] = activation(_expert_linear(x[rows // top_k], gate_up, bias, slot), kind, limit, alpha)
+    return hidden.view(tokens, top_k, -1)
+
+
+def expert_down(
+    hidden: torch.Tensor, slot_ids: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The second half of `expert_mlp`, from hidden [T, K, I]: [T, K, H], zero where absent."""
+    flat = hidden.flatten(0, 1)
+    out = hidden.new_zeros(len(flat), down.shape[1])
+    for slot, rows in _rows_by_slot(slot_ids):
+        out[rows] = _expert_linear(flat[rows], down, bias, slot)
+    return out.view(*hidden.shape[:2], -1)
+
+
+def _rows_by_slot(slot_ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Each slot that is present, with the pairs t · K + k that name it."""
     flat = slot_ids.reshape(-1)
     order = flat.argsort(stable=True)
     slots, counts = torch.unique_consecutive(flat[order], return_counts=True)
-    start = 0
-    for slot, count in zip(slots.tolist(), counts.tolist(), strict=True):
-        rows = order[start : start + count]
-        start += count
-        if slot < 0:
-            continue
-        hidden = _expert_linear(x[rows // top_k], gate_up, gate_up_bias, slot)
-        hidden = activation(hidden, kind, limit, alpha)
-        out[rows] = _expert_linear(hidden, down, down_bias, slot)
-    return out.view(tokens, top_k, -1)
+    for slot, rows in zip(slots.tolist(), order.split(counts.tolist()), strict=True):
+        if slot >= 0:
+            yield slot, rows
 
 
 def _expert_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int) -> torch.Tensor:
