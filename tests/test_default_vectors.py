@@ -316,6 +316,6 @@ def test_tool_refuses_in_one_line(pristine_folder: Path, tmp_path: Path, capsys:
     assert "none.txt: No such file" in refused(str(tmp_path / "none.txt"), *out)
     assert "latin.txt is not UTF-8" in refused(str(tmp_path / "latin.txt"), *out)
     assert "--max-context must be from 2" in refused(*tokenizer_only, *out, "--max-context", "1")
-    assert "--expert-slots 1 is below the minimum of 2" in refused(*tokenizer_only, *out, "--expert-slots", "1")
+    assert "--expert-slots 0 hold no expert" in refused(*tokenizer_only, *out, "--expert-slots", "0")
     assert "empty.txt is empty" in refused(str(tmp_path / "empty.txt"), *out)
     assert "no-model" in refused(*out, "--model", str(tmp_path / "no-model"))

@@ -185,6 +185,63 @@ def test_profile_adds_up(measurements: Path) -> None:
     assert "Without the profiler a step takes 60.0 us; its floor is 30.0 us, 50.0 % of that." in text
 
 
+def offload_row(policy: str, slots: int, **more: Any) -> dict[str, Any]:
+    return {
+        "policy": f"{policy}: predict none",
+        "slots": slots,
+        "slots_share": slots / 6144,
+        "context": 1024,
+        "tpot_ms": {"median": 76.0, "p10": 75.0, "p90": 77.0},
+        "floor_ms": 67.23,
+        "bytes_per_token": 3.6e9,
+        "ttft_ms": 1071.0,
+        "counters": {"hit_rate": {"all": 0.0}},
+        **more,
+    }
+
+
+def store_offload(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> None:
+    sizes = {"record_bytes": 9437184, "link_bytes_per_s": 53.9e9}
+    store(folder, name, model="qwen3-30b-a3b", dtype="bfloat16", rows=rows, **sizes, **more)
+
+
+def test_offload_has_its_targets_and_emulated_links_apart(measurements: Path) -> None:
+    full = {
+        "emulated_gbps": None, "link_bytes_per_s": 53.9e9, "resident_ms": 2.382, "ratio": 1.092,
+        "ttft_bytes": 57.98e9, "ttft_bound_ms": 1075.0, "ttft_ratio": 0.996,
+    }  # fmt: skip
+    slow = {**full, "emulated_gbps": 25.0, "link_bytes_per_s": 24.8e9, "ttft_ms": None}
+    rows = [
+        offload_row("on-demand", 8, **full),
+        offload_row("router-pf", 16, **full, saved=0.0251, saved_bound=0.0342),
+        offload_row("on-demand", 8, **slow),
+        offload_row("exact", 7, **full, planner="host"),
+    ]
+    reason = {"case": "exact:4%", "context": 1024, "emulated_gbps": 25.0, "reason": "not begun in time"}
+    store_offload(measurements, "offload-qwen3-30b-a3b.json", rows, skipped=[reason])
+    text = render_docs.REGIONS["offload"]()
+    own, _, emulated = text.partition("A link of 25 GB/s, emulated by waits: copies of records at 24.8 GB/s.\n")
+    assert "The machine's own link: copies of records at 53.9 GB/s.\n" in own
+    figures = "76.0 (75.0–77.0) | 67.2 | 2.38 | 1.09 | 0.0 | 3,600"
+    assert f"| 1,024 | on-demand | 8 (0.1 %) | {figures} | — |\n" in own
+    assert f"| 1,024 | router-pf | 16 (0.3 %) | {figures} | 2.5 of 3.4 |\n" in own
+    assert "| 1,024 | on-demand | 8 (0.1 %) | 1,071 | 58.0 | 1,075 | 0.996 |\n" in own
+    assert f"| 1,024 | on-demand | 8 (0.1 %) | {figures} | — |\n" in emulated
+    assert "first token" not in emulated
+    assert f"| 1,024 | exact, host plans | 7 (0.1 %) | {figures} | — |\n" in own
+    assert "- exact:4%, context 1,024, emulated 25 GB/s: not begun in time\n" in emulated
+
+
+def test_offload_of_several_runs_and_without_targets(measurements: Path) -> None:
+    """A run of other contexts lies in a file of its own; what a row lacks is shown as absent."""
+    store_offload(measurements, "offload-qwen3-30b-a3b.json", [offload_row("on-demand", 8)])
+    store_offload(measurements, "offload-qwen3-30b-a3b-contexts.json", [offload_row("exact", 16)])
+    text = render_docs.REGIONS["offload"]()
+    assert text.count("at commit abc on a GPU") == 2
+    assert "| 1,024 | on-demand | 8 (0.1 %) | 76.0 (75.0–77.0) | 67.2 | — | — | 0.0 | 3,600 | — |\n" in text
+    assert "| 1,024 | exact | 16 (0.3 %) | 1,071 | — | — | — |\n" in text
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.004837, "0.00484"), (0.0, "0.00"), (2.6, "2.60"), (99.96, "100"), (4270.4, "4,270")]
 )

@@ -12,6 +12,8 @@ import tritonmoe.engine
 from tritonmoe import Engine, Interrupted, SamplingParams
 from tritonmoe.errors import InputError
 from tritonmoe.generation import Row
+from tritonmoe.kv_cache import kv_bytes_per_token
+from tritonmoe.placement import Placement
 
 PROMPTS = ["Hello", "A much longer prompt than the first, to differ", "x"]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=5)
@@ -249,6 +251,89 @@ def test_cache_that_does_not_fit(engine: Engine, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("tritonmoe.memory.available_bytes", lambda device: 1000)
     with pytest.raises(InputError, match=r"the KV cache of 1 x \d+ tokens .* needs .* --max-context"):
         engine.generate("Hello")
+
+
+def planned(engine: Engine, tokens: int) -> Engine:
+    """The same model, with room in its KV caches for so many tokens."""
+    num_bytes = tokens * kv_bytes_per_token(engine.decoder.spec, engine.decoder.dtype)
+    return Engine(
+        engine.decoder, engine.tokenizer, engine.chat_template, engine.stop_ids, engine.defaults, engine.max_context,
+        num_bytes,
+    )  # fmt: skip
+
+
+def test_caches_keep_to_the_division_of_memory(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=6)
+    limited = planned(engine, 24)
+    assert limited.generate("Hello", params).text == engine.generate("Hello", params).text
+    first, second = limited.session(), limited.session()
+    # The idle cache of the call before makes room; one that a conversation holds does not.
+    assert "".join(limited.stream("Hello there", params, first)) == engine.generate("Hello there", params).text
+    with pytest.raises(
+        InputError,
+        match=r"^out of memory: the KV cache of 1 x 17 tokens needs .* GB beside .* GB in use, and .* GB were set "
+        r"aside for KV caches; use a smaller --max-context or --max-new-tokens, or a larger --gpu-memory$",
+    ):
+        "".join(limited.stream("Hello there", params, second))
+    with pytest.raises(InputError, match="the KV cache of 3 x 8 tokens"):
+        limited.generate_batch(["He"] * 3, params)
+    with pytest.raises(InputError, match="the KV cache of 1 x 20 tokens"):
+        limited.score(list(range(20)))
+    del first
+    assert "".join(limited.stream("Hello there", params, second)) == engine.generate("Hello there", params).text
+
+
+def test_a_cache_no_larger_than_needed_where_room_is_short(engine: Engine) -> None:
+    """A power of two would not fit for either."""
+    params = SamplingParams(max_new_tokens=6)
+    limited = planned(engine, 9 * 2)
+    rows = limited.generate_batch(["Hey", "Hoi"], params)
+    assert [row.text for row in rows] == [row.text for row in engine.generate_batch(["Hey", "Hoi"], params)]
+    with pytest.raises(InputError, match="2 x 10 tokens"):
+        limited.generate_batch(["Heyo", "Hoi"], params)
+
+
+def test_a_conversation_that_outgrows_half_of_its_room(engine: Engine) -> None:
+    """Its old cache makes way for the new one, and what it held is computed again."""
+    params = SamplingParams(max_new_tokens=4)
+    limited = planned(engine, 40)
+    session = limited.session()
+    for text, length, reused in (("Hello", 9, 0), ("Hello, you", 18, 5), ("Hello, you" + "!" * 12, 36, 0)):
+        stream = limited.stream(text, params, session)
+        assert "".join(stream) == engine.generate(text, params).text
+        assert session.runner(1).cache.max_length == length
+        assert stream.result().reused_tokens == reused
+    with pytest.raises(InputError, match="1 x 44 tokens"):
+        "".join(limited.stream("Hello, you" * 4, params, session))
+    assert session.token_ids == []
+    assert "".join(limited.stream("Hello", params, session)) == engine.generate("Hello", params).text
+
+
+def test_memory_is_divided_for_caches(pristine_folder: Path) -> None:
+    """What was divided bounds them: here nothing but the cache of one sequence, and what is not used."""
+    free = Engine.from_pretrained(pristine_folder)
+    assert free._caches.has_room(1000, 128)
+    limited = Engine.from_pretrained(pristine_folder, placement=Placement(gpu_memory="70MiB", expert_slots="2"))
+    assert limited._caches.has_room(1, 128)
+    assert not limited._caches.has_room(1000, 128)
+
+
+def test_scores_in_slices(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few logits fit in the memory of a prefill step, never more of them."""
+    ids = engine.tokenizer.encode("Hello there, you two")
+    whole = engine.score(ids)
+    assert len(whole) == len(ids) - 1
+    logits = engine.decoder.logits
+    sizes: list[int] = []
+
+    def watched(residual: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(residual))
+        return logits(residual)
+
+    monkeypatch.setattr(engine.decoder, "logits", watched)
+    monkeypatch.setattr("tritonmoe.engine.step_bytes", lambda *_: 3 * 4 * 260 * 7 + 1)
+    assert engine.score(ids) == pytest.approx(whole, abs=1e-5)
+    assert sizes == [7, 7, 5]
 
 
 def test_bfloat16_runs_on_the_cpu(pristine_folder: Path) -> None:

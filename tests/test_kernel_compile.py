@@ -25,8 +25,13 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from tritonmoe_kernels import dependent_launch, launch_table  # noqa: E402
 from tritonmoe_kernels.attention import attention_decode, attention_prefill  # noqa: E402
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm  # noqa: E402
+from tritonmoe_kernels.fetch import fetch  # noqa: E402
 from tritonmoe_kernels.linear import linear  # noqa: E402
 from tritonmoe_kernels.norm_router import Routing, add_rms_norm, norm_router, route_topk  # noqa: E402
+from tritonmoe_kernels.plan import plan_demand, plan_prefetch  # noqa: E402
+from tritonmoe_kernels.planner_state import PlannerState  # noqa: E402
+from tritonmoe_kernels.recall import count_recall  # noqa: E402
+from tritonmoe_kernels.residency import find_resident  # noqa: E402
 from tritonmoe_kernels.rope_qk import rope_qk  # noqa: E402
 from tritonmoe_kernels.sort_tokens import sort_tokens  # noqa: E402
 from tritonmoe_kernels.speculate import speculate  # noqa: E402
@@ -97,10 +102,37 @@ def experts(tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: t
     combine(out, torch.ones(tokens, top_k))
 
 
+def plan(
+    tokens: int, top_k: int, candidates: int, num_experts: int, slots: int, layer: int = 1, distance: int = 1
+) -> None:
+    state = PlannerState.allocate(48, num_experts, slots, tokens, top_k, candidates, "cpu")
+    ids = torch.zeros(tokens, top_k, dtype=torch.int32)
+    find_resident(state, layer, ids, ids.clone())
+    plan_demand(state, layer, ids, ids.float(), ids.clone(), ids.clone(), ids.clone(), 0.1, "lfu")
+    foretold = torch.zeros(tokens, candidates, dtype=torch.int32)
+    plan_prefetch(state, layer, foretold, distance, ids.numel())
+
+
+def recall(tokens: int, top_k: int, candidates: int) -> None:
+    ids, foretold = (torch.zeros(tokens, count, dtype=torch.int32) for count in (top_k, candidates))
+    count_recall(foretold, ids, ids.float(), torch.zeros(5, dtype=torch.int64))
+
+
 def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype) -> None:
     weight = torch.ones(units, hidden, dtype=dtype)
     bias, norm_weight = (None, torch.ones(hidden)) if has_norm else (weight[:, 0].contiguous(), None)
     linear(torch.ones(1, hidden, dtype=dtype), weight, bias, norm_weight, 1e-6)
+
+
+def fetching(is_speculative: bool, record_words: int = 2_359_296, first: int = 0, **options: int) -> None:
+    """A list that is a row of a table and begins at element `first` of it."""
+    ids, ticks = torch.zeros(20, dtype=torch.int32), torch.zeros(20, dtype=torch.int64)
+    row, epochs = ids[first : first + 8], ticks[first : first + 8]
+    fetch(
+        row, row, epochs, ids[first : first + 1], row, ticks, 128, 4 * record_words,
+        torch.empty(20, record_words, dtype=torch.int32), ticks, ticks, ticks[first : first + 1], is_speculative,
+        **options,
+    )  # fmt: skip
 
 
 # Still to be tuned. The float32 case spills with triton 3.9 and does not with 3.6.
@@ -121,7 +153,10 @@ DECODE: dict[str, Case] = {
     "attention-qwen3": lambda dtype: attention(1, 32, 4, 128, None, dtype),
     "attention-gpt_oss": lambda dtype: attention(1, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype),
+    "plan-qwen3": lambda _: plan(1, 8, 10, 128, 2048),
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
+    "fetch-demand": lambda _: fetching(False),
+    "fetch-speculative": lambda _: fetching(True),
 }
 PREFILL: dict[str, Case] = {
     "add_rms_norm": lambda dtype: add_rms_norm(
@@ -194,7 +229,9 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.parametrize("name", ["linear-qwen3-qkv", "attention-qwen3", "norm_router-qwen3", "experts-qwen3"])
+@pytest.mark.parametrize(
+    "name", ["linear-qwen3-qkv", "attention-qwen3", "norm_router-qwen3", "experts-qwen3", "plan-qwen3"]
+)
 def test_dependent_launches_wait_before_they_write(
     name: str, compile_for: Callable[[str, Case, str], list[Any]]
 ) -> None:
@@ -210,6 +247,60 @@ def test_dependent_launches_wait_before_they_write(
     if name == "experts-qwen3":
         assert "ld.global" not in ahead["_gate_up_decode_kernel"]
         assert "ld.global" in ahead["_down_decode_kernel"]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_all_layers_are_planned_by_one_kernel(compile_for: Callable[[str, Case, str], list[Any]]) -> None:
+    """Nor do another distance or number of slots want another: nothing compiles while a graph is captured."""
+    kernels = [
+        compile_for("sm_90", lambda _, v=v: plan(1, 8, 10, 128, *v), "bf16")
+        for v in ((2048, 1, 1), (2047, 16, 2), (97, 0, 16))
+    ]
+    assert len({kernel.hash for launched in kernels for kernel in launched}) == 3
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("options", [{}, {"delay": 1000}, {"chunk_words": 2048, "num_warps": 4}], ids=str)
+@pytest.mark.parametrize("record_words", [2_359_296, 626_688])  # whole chunks, and a last one of half a chunk
+@pytest.mark.parametrize("is_speculative", [False, True])
+def test_fetch_moves_16_bytes_a_thread_and_publishes_after_the_stores(
+    is_speculative: bool,
+    record_words: int,
+    options: dict[str, int],
+    compile_for: Callable[[str, Case, str], list[Any]],
+) -> None:
+    """Loads of a chunk, a look, its stores; then a barrier, the arrival, and the epoch, each with its semantics."""
+    kernel = compile_for("sm_90", lambda _: fetching(is_speculative, record_words, **options), "bf16")[0]
+    steps = re.findall(r"^\s*(?:@%p\d+ )?((?:ld|st)\.global\S*|(?:atom|red|bar)\.\S+)", kernel.asm["ptx"], re.MULTILINE)
+    chunk, warps = options.get("chunk_words", 8192), options.get("num_warps", 8)
+    loads = [i for i, step in enumerate(steps) if step == "ld.global.cg.v4.b32"]
+    stores = [i for i, step in enumerate(steps) if step == "st.global.v4.b32"]
+    assert len(loads) == len(stores) == chunk // (32 * warps * 4)
+    # What else is read: count, two entries (key, slot, epoch), a layer's base, and the looks.
+    others = [step for step in steps if step.startswith(("ld.", "st.")) and ".v4." not in step]
+    looks = [i for i, step in enumerate(steps) if step == "ld.global.gpu.acquire.b64"]
+    assert len(looks) == is_speculative + ("delay" in options)
+    assert sorted(others) == 5 * ["ld.global.b32"] + 3 * ["ld.global.b64"] + len(looks) * ["ld.global.gpu.acquire.b64"]
+    if is_speculative:
+        assert loads[-1] < looks[-1]  # its result masks the stores
+    arrival = steps.index("atom.global.gpu.acq_rel.add.u32")
+    publication = steps.index("atom.global.gpu.release.exch.b64")
+    assert max(*loads, *stores, *looks) < arrival < publication
+    assert steps[arrival - 1] == "bar.sync"
+    counted = [step for step in steps if step.startswith(("atom", "red"))]
+    assert counted[:2] == [steps[arrival], steps[publication]]
+    assert counted[2:] in (["red.global.gpu.relaxed.add.u64"], ["atom.global.gpu.relaxed.add.u64"])
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_lists_of_all_layers_are_fetched_by_one_kernel(compile_for: Callable[[str, Case, str], list[Any]]) -> None:
+    """Nor do lists of other records, looks or delays want another: nothing compiles while a graph is captured."""
+    variants = [
+        {"first": first, "record_words": words, "chunks_per_look": look, "delay": delay}
+        for first, words, look, delay in ((0, 2_359_296, 1, 1), (1, 626_688, 16, 1000), (2, 64, 4, 16))
+    ]
+    kernels = [compile_for("sm_90", lambda _, v=v: fetching(True, **v), "bf16")[0] for v in variants]
+    assert len({kernel.hash for kernel in kernels}) == 1
 
 
 def short_and_long() -> list[Any]:

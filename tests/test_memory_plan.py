@@ -13,8 +13,8 @@ from conftest import TINY_CONFIG
 from tritonmoe import memory_plan
 from tritonmoe.architectures import parse_config
 from tritonmoe.errors import ConfigError, InputError
-from tritonmoe.memory_plan import Budget, MemoryPlan, format_bytes, minimum_slots, plan, read_budget, read_slots
-from tritonmoe.policy import PRESETS, resolve
+from tritonmoe.memory_plan import Budget, MemoryPlan, format_bytes, plan, read_budget, read_slots
+from tritonmoe.policy import PRESETS, minimum_slots, resolve
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -159,16 +159,38 @@ def test_slots_that_are_asked_for() -> None:
     assert plan_qwen3(20 * GIB, expert_slots="512").num_slots == 512
     assert plan_qwen3(20 * GIB, expert_slots="12.5%").num_slots == 768
     assert plan_qwen3(80 * GIB, expert_slots="100%").num_slots == 6144
-    with pytest.raises(
-        InputError, match=r"^--expert-slots 15 is below the minimum of 16 .*; use 16 or more, or --policy"
-    ):
-        plan_qwen3(20 * GIB, expert_slots="15")
-    with pytest.raises(InputError, match=r"^--expert-slots 0.1% \(6 slots\) is below the minimum of 16"):
-        plan_qwen3(20 * GIB, expert_slots="0.1%")
-    with pytest.raises(InputError, match=r"^--expert-slots 7 is below the minimum of 8 .*; use 8 or more$"):
-        plan_qwen3(20 * GIB, expert_slots="7", policy=ON_DEMAND)
+    for none in ("0", "0.01%"):
+        with pytest.raises(InputError, match=rf"^--expert-slots {none} hold no expert; use 1 or more$"):
+            plan_qwen3(20 * GIB, expert_slots=none)
     with pytest.raises(InputError, match=r"^--candidates 121 is more than .*; use 120 or less$"):
         plan_qwen3(20 * GIB, policy=resolve("exact", candidates=121))
+
+
+@pytest.mark.parametrize("slots", [1, 7, 8, 15, 16])
+@pytest.mark.parametrize("preset", ["on-demand", "exact", "router-pf"])
+def test_fewer_slots_than_the_minimum_if_asked_for(slots: int, preset: str) -> None:
+    """One line says what they cost."""
+    found = plan_qwen3(20 * GIB, expert_slots=str(slots), policy=resolve(preset))
+    assert (found.num_slots, found.layer_slots) == (slots, 8)
+    remark = "".join(found.lines()[len(found.rows) + 2 :])
+    assert ("runs in waves, which is slower" in remark) == (slots < 8)
+    assert ("not all that is foretold is prefetched, which is slower" in remark) == (8 <= slots < found.minimum_slots)
+    assert plan_qwen3(20 * GIB, expert_slots="16", policy=ON_DEMAND, batch=4).layer_slots == 32
+
+
+def test_the_division_alone_keeps_to_the_minimum() -> None:
+    """Fewer slots than the minimum are advice, and it suffices."""
+    fixed = QWEN3_WEIGHTS + 2 * QWEN3_KV + QWEN3_WORKSPACE // 2048 + 512 * MIB
+    with pytest.raises(InputError, match=r"use --expert-slots 7, which is slower$"):
+        plan_qwen3(fixed + 7 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND)
+    assert plan_qwen3(fixed + 7 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND, expert_slots="7").num_slots == 7
+    assert plan_qwen3(fixed + 8 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND).num_slots == 8
+
+
+def test_bytes_for_kv_caches() -> None:
+    """What nothing else uses is theirs, too."""
+    assert plan_tiny(TINY_FIXED + 5 * TINY_EXPERT + 100).cache_bytes == 64 * KIB + 100
+    assert plan_tiny(TINY_FIXED + 10 * TINY_EXPERT, policy=RESIDENT).cache_bytes == 64 * KIB + 2 * TINY_EXPERT
 
 
 def test_fits_to_the_byte() -> None:
@@ -233,7 +255,7 @@ def test_advice_of_fewer_slots_or_another_policy() -> None:
         plan_qwen3(10 * GIB, expert_slots="25%")
     assert str(caught.value).endswith("free on the GPU; use --expert-slots 288 or fewer")
     at_least = QWEN3_WEIGHTS + 2 * QWEN3_KV + QWEN3_WORKSPACE // 2048 + QWEN3_VECTORS + 512 * MIB
-    with pytest.raises(InputError, match=r"use --policy on-demand, which prefetches nothing$"):
+    with pytest.raises(InputError, match=r"use --expert-slots 15, which is slower, or --policy on-demand, which pref"):
         plan_qwen3(at_least + 15 * QWEN3_EXPERT, max_context=2)
     with pytest.raises(InputError, match=r"use a smaller model or another --device$"):
         plan_qwen3(GIB)
@@ -302,7 +324,7 @@ def test_slots_option() -> None:
     assert read_slots("4%", 6144) == 245
     assert read_slots("29%", 100) == 29  # in floating point 28.999…
     assert read_slots("100 %", 8) == 8
-    assert read_slots("0", 8) == 0  # for the minimum to refuse
+    assert read_slots("0", 8) == 0  # for the plan to refuse
     for text in ("", "many", "-3", "1.5", "25 percent", "1e2", "0x10", "9" * 5000):
         with pytest.raises(InputError, match=r"^--expert-slots .* is not understood; use a number such as 512"):
             read_slots(text, 8)

@@ -284,6 +284,20 @@ def test_speculated_execution_runs_the_foretold_experts(gate: str) -> None:
     offloaded.check()
 
 
+@pytest.mark.parametrize("gate", ["speculated", "routed"])
+def test_speculated_execution_in_waves(gate: str) -> None:
+    """What runs is what was foretold, also where the slots do not hold a layer's experts at once."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    policy = resolve("router-pf", gate=gate)
+    expected = generate(Offloaded(spec, weights, 32, policy).decoder, 3)
+    for num_slots in (1, 2, 3, 5):
+        offloaded = Offloaded(spec, weights, num_slots, policy)
+        assert torch.equal(generate(offloaded.decoder, 3), expected), f"{num_slots} slots"
+        offloaded.check()
+        offloaded.experts.close()
+
+
 def test_miss_tolerance_leaves_light_experts_out_and_says_so() -> None:
     spec = make_spec("qwen3")
     weights = noise(spec)

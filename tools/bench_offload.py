@@ -1,45 +1,81 @@
-"""Time decoding and prefill with experts in host memory, by policy and number of slots, beside the link's floor.
+"""Time decoding and prefill with experts in host memory, by policy and number of slots, beside what they cannot beat.
 
 Weights are random, and so are the tokens of every step. Embeddings are large, so that the residual stream stays a
-token's own and routing does not collapse onto few experts; hit rates are those of a model without habits. The floor of
-a step is its fetched bytes over the rate at which records were copied in the same run. Experts repeat a few random
-records: that changes neither bytes nor times.
+token's own and routing does not collapse onto few experts; hit rates are those of a model without habits. Experts
+repeat a few random records: that changes neither bytes nor times.
+
+The link floor of a row is its fetched bytes over the rate at which records were copied in the same run, and the
+resident step is that of the same shape with all experts on the device, in the same run. Fetching on demand is held
+against the sum of the two, prefetching against the larger one, a first token against the larger of its bytes over that
+rate and the resident first token. Slower links are emulated by waits after each copy, which the host then starts; their
+rows say so. Prompts longer than --prefill-up-to are not run: their keys and values are random.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import copy
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from bench.measure import synchronize
-from bench.random_weights import SCALE, fill
+from bench.cli import first_line, positive, positive_list, release
+from bench.cli import store as write
+from bench.link import Link, emulated_link, own_link
+from bench.random_text import PREFILL_SECONDS, RandomText
+from bench.random_weights import SCALE, fill, random_weights
 from provenance import provenance
 
 from tritonmoe.architectures import parse_config
 from tritonmoe.config_reader import read_json
-from tritonmoe.errors import TritonMoeError
+from tritonmoe.counters import Counters
+from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.expert_store import ExpertStore
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.memory_plan import minimum_slots, read_slots
+from tritonmoe.memory_plan import read_slots
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import operations
 from tritonmoe.placement import make_predictor
-from tritonmoe.policy import resolve
+from tritonmoe.policy import Policy, minimum_slots, resolve
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights, allocate
 
-CASES = ("on-demand:minimum", "router-pf:minimum", "exact:minimum", "on-demand:25%", "exact:25%", "exact:50%")
+POLICIES = ("on-demand", "exact", "router-pf")
+SIZES = ("minimum", "4%", "12%", "25%", "50%", "100%")
+CASES = [f"{policy}:{size}" for size in SIZES for policy in POLICIES]
 DISTINCT_RECORDS = 32
+LINK_RECORDS = 64  # copied to measure the link
 THREADS = 12
 SEED = 0
+WARM_PROMPT = 512  # tokens, which choose every expert: slots are full before the first step
+
+
+@dataclass(frozen=True)
+class Resident:
+    """Milliseconds with all experts on the device; None where they do not fit or the prompt is not run."""
+
+    step_ms: float | None = None
+    first_token_ms: float | None = None
+
+
+@dataclass
+class Bench:
+    """What all rows share."""
+
+    options: argparse.Namespace
+    spec: ModelSpec
+    weights: ModelWeights
+    store: ExpertStore
+    residents: dict[int, Resident]  # by context
+
+    @property
+    def device(self) -> torch.device:
+        return self.weights.embedding.device
 
 
 def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[ExpertStore, ModelWeights]:
@@ -57,112 +93,278 @@ def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> t
     return store, weights
 
 
-def link_rate(store: ExpertStore, layer: int, device: torch.device) -> float:
-    """Bytes per second of copies of whole records to the device, one after the other."""
-    count = 64
-    slot = torch.empty(store.layout.num_elements, dtype=store.layout.dtype, device=device)
-    times = []
-    for _ in range(3):
-        synchronize(device)
-        began = time.perf_counter()
-        for expert in range(count):
-            slot.copy_(store.record(layer, expert % 8), non_blocking=True)
-        synchronize(device)
-        times.append(time.perf_counter() - began)
-    return count * store.layout.num_bytes / min(times)
+def first_records(spec: ModelSpec, store: ExpertStore) -> list[torch.Tensor]:
+    """Records of one layer, to measure the link with."""
+    layer, moe = next(iter(spec.moe_layers.items()))
+    return [store.record(layer, i % moe.num_experts) for i in range(LINK_RECORDS)]
 
 
-def measure(
-    spec: ModelSpec, weights: ModelWeights, store: ExpertStore, case: str, context: int, steps: int, rate: float
-) -> dict[str, Any]:
-    """TTFT of a prompt of `context` random tokens, TPOT over `steps` random tokens after it, and what was fetched."""
+def measure_residents(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
+) -> dict[int, Resident]:
+    """By context, the times with all experts on the device, whose memory is then free again."""
+    try:
+        weights = random_weights(spec, device, dtype, SEED)
+        weights.embedding.normal_(0.0, 1.0)
+        decoder = Decoder(spec, weights)
+        return {context: measure_resident(decoder, context, options) for context in options.context}
+    except (InputError, torch.OutOfMemoryError) as error:
+        print(f"no resident times: {first_line(error)}", flush=True)
+        return dict.fromkeys(options.context, Resident())
+
+
+def measure_resident(decoder: Decoder, context: int, options: argparse.Namespace) -> Resident:
+    text = RandomText(decoder, context, options.steps)
+    first_token_ms = None
+    if context <= options.prefill_up_to:
+        first_token_ms = min(text.prefill_ms(context) for _ in range(3))
+    text.begin()
+    text.warm_up(options.seconds)
+    return Resident(float(np.median(text.step_ms(options.seconds))), first_token_ms)
+
+
+def measure(bench: Bench, case: str, context: int, link: Link) -> dict[str, Any]:
+    """The figures of a row: first token, decode steps, what was fetched for them, and what they are held against."""
+    spec, weights, options = bench.spec, bench.weights, bench.options
     name, _, size = case.partition(":")
-    policy, device = resolve(name), weights.embedding.device
+    policy = resolve(name)
     total = sum(moe.num_experts for moe in spec.moe_layers.values())
-    least = minimum_slots(spec, policy)
-    num_slots = least if size == "minimum" else read_slots(size, total)
-    ops = operations(device)
-    most = max(moe.num_experts for moe in spec.moe_layers.values())
-    vectors = weights.embedding.new_zeros(len(spec.layers), most, spec.hidden_size).normal_(0.0, SCALE)
-    predictor = make_predictor(policy, ops, spec, weights, vectors)
-    experts = OffloadedExperts(ops, spec, weights, store, num_slots, policy, predictor)
-    decoder = Decoder(spec, weights, ops, experts)
-    cache = KVCache.allocate(spec, 1, context + 2 * steps, device, weights.embedding.dtype)
-    generator = torch.Generator().manual_seed(SEED)
-    tokens = torch.randint(spec.vocab_size, (context + 2 * steps,), generator=generator).to(device)
-    prefills = []
-    for _ in range(2):
-        synchronize(device)
-        began = time.perf_counter()
-        decoder.prefill(tokens[None, :context], 0, cache).argmax().item()
-        prefills.append(time.perf_counter() - began)
-    times = []
-    for i in range(2 * steps):
-        if i == steps:  # the first half fills the slots and compiles
-            experts.begin()
-        position = torch.tensor([context + i], device=device)
-        synchronize(device)
-        began = time.perf_counter()
-        decoder.decode(tokens[context + i : context + i + 1], position, cache, context + i + 1).argmax().item()
-        times.append(time.perf_counter() - began)
-    p10, median, p90 = (1e3 * float(value) for value in np.percentile(times[steps:], [10, 50, 90]))
-    counters = experts.counters
-    moved = counters.moved_records() * store.layout.num_bytes / steps
-    experts.copies.close()  # the store, and its pinned memory, serves the next case
+    num_slots = minimum_slots(spec, policy) if size == "minimum" else read_slots(size, total)
+    if num_slots < 1:
+        raise InputError(f"{size} of {total} experts are no slot; use a larger share")
+    experts = make_experts(bench, policy, num_slots, link)
+    text = RandomText(Decoder(spec, weights, operations(bench.device), experts), context, options.steps)
+    try:
+        first = first_token(bench, text, experts, context, link)
+        text.begin()
+        text.warm_up(0.7 * options.seconds)
+        experts.report()  # takes up what was counted so far
+        before = copy.deepcopy(experts.counters)
+        times = text.step_ms(options.seconds)
+        experts.report()
+        counted = since(before, experts.counters).summary()
+        planner = "host" if experts.needs_host else "device"
+    finally:
+        experts.copies.close()  # the store, and its pinned memory, serves the next case
+    moved = counted["bytes_per_token"]["total"]
+    p10, median, p90 = (float(value) for value in np.percentile(times, [10, 50, 90]))
     return {
         "policy": str(policy),
+        "size": size,
         "slots": num_slots,
         "slots_share": num_slots / total,
         "context": context,
-        "ttft_ms": 1e3 * min(prefills),
+        "emulated_gbps": link.emulated_gbps,
+        "link_bytes_per_s": link.bytes_per_s,
+        "planner": planner,
+        "steps": len(times),
         "tpot_ms": {"median": median, "p10": p10, "p90": p90},
         "bytes_per_token": moved,
-        "floor_ms": 1e3 * moved / rate,
-        "counters": {key: value for key, value in counters.summary().items() if key != "layers"},
+        **step_target(policy, median, 1e3 * moved / link.bytes_per_s, bench.residents[context].step_ms),
+        **first,
+        "counters": {key: value for key, value in counted.items() if key != "layers"},
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+def since(before: Counters, now: Counters) -> Counters:
+    """What was counted between the two."""
+    found = copy.deepcopy(now)
+    found.tokens -= before.tokens
+    if found.wait_s is not None and before.wait_s is not None:
+        found.wait_s -= before.wait_s
+    for layer, earlier in zip(found.layers, before.layers, strict=True):
+        for name, count in asdict(earlier).items():
+            setattr(layer, name, getattr(layer, name) - count)
+    return found
+
+
+def make_experts(bench: Bench, policy: Policy, num_slots: int, link: Link) -> OffloadedExperts:
+    spec, weights, ops = bench.spec, bench.weights, operations(bench.device)
+    most = max(moe.num_experts for moe in spec.moe_layers.values())
+    vectors = weights.embedding.new_zeros(len(spec.layers), most, spec.hidden_size).normal_(0.0, SCALE)
+    predictor = make_predictor(policy, ops, spec, weights, vectors)
+    # Waits that emulate a link follow copies which the host starts; what the device fetches by itself has none.
+    on_host = bench.options.plan_on == "host" or link.emulated_gbps is not None
+    on_device = {"auto": None, "host": False, "device": True}["host" if on_host else bench.options.plan_on]
+    return OffloadedExperts(
+        ops, spec, weights, bench.store, num_slots, policy, predictor,
+        make_copies=link.make_copies, plan_on_device=on_device,
+    )  # fmt: skip
+
+
+def step_target(policy: Policy, step_ms: float, floor_ms: float, resident_ms: float | None) -> dict[str, float | None]:
+    """The best that the row's step could be with the bytes that it fetched, and how many times that it took."""
+    target_ms = None
+    if resident_ms is not None:
+        target_ms = floor_ms + resident_ms if policy.predictor == "none" else max(floor_ms, resident_ms)
+    ratio = None if target_ms is None else step_ms / target_ms
+    return {"floor_ms": floor_ms, "resident_ms": resident_ms, "target_ms": target_ms, "ratio": ratio}
+
+
+def first_token(
+    bench: Bench, text: RandomText, experts: OffloadedExperts, context: int, link: Link
+) -> dict[str, float | list[float] | None]:
+    """The first token of the prompt and what it is held against, with slots full of what the prompt before it left."""
+    if context > bench.options.prefill_up_to:
+        text.prefill_ms(min(context, WARM_PROMPT))
+        return {"ttft_ms": None, "ttft_bytes": None, "ttft_bound_ms": None, "ttft_ratio": None}
+    times: list[float] = []
+    while len(times) < 2 and sum(times) < 1e3 * PREFILL_SECONDS:
+        experts.begin()
+        times.append(text.prefill_ms(context))
+    moved = experts.prefill_counters.moved_records() * bench.store.layout.num_bytes
+    resident_ms = bench.residents[context].first_token_ms
+    bound_ms = None if resident_ms is None else max(1e3 * moved / link.bytes_per_s, resident_ms)
+    return {
+        "ttft_ms": times[-1],
+        "ttft_runs_ms": times,
+        "ttft_bytes": moved,
+        "ttft_resident_ms": resident_ms,
+        "ttft_bound_ms": bound_ms,
+        "ttft_ratio": None if bound_ms is None else times[-1] / bound_ms,
+    }
+
+
+def add_saving(row: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    """What prefetching saves of the step that fetches on demand, and the most that it could: one part of that step
+    hidden behind the other."""
+    same = ("size", "context", "emulated_gbps")
+    plain = next(
+        (r for r in rows if r["policy"].startswith("on-demand") and all(r[key] == row[key] for key in same)), None
+    )
+    if plain is None or row is plain or row["resident_ms"] is None:
+        return
+    row["saved"] = 1.0 - row["tpot_ms"]["median"] / plain["tpot_ms"]["median"]
+    parts = (plain["floor_ms"], plain["resident_ms"])
+    row["saved_bound"] = min(parts) / sum(parts)
+
+
+def line(case: str, row: dict[str, Any]) -> str:
+    """A row as text."""
+
+    def ms(value: float | None, width: int = 8) -> str:
+        return f"{'-':>{width}}" if value is None else f"{value:{width}.2f}"
+
+    hits = row["counters"]["hit_rate"]["all"]
+    return (
+        f"{case:<20}{row['slots']:6} slots{ms(row['tpot_ms']['median'])} ms, floor{ms(row['floor_ms'])}, resident"
+        f"{ms(row['resident_ms'], 6)}, ratio{ms(row['ratio'], 6)}; {row['bytes_per_token'] / 1e6:8.1f} MB, hits "
+        f"{hits or 0:6.1%}; first token{ms(row['ttft_ms'], 9)} ms, bound{ms(row['ttft_bound_ms'], 9)}"
+    )
+
+
+def gbps_list(text: str) -> list[float | None]:
+    """Rates of links to emulate; None for the machine's own."""
+    try:
+        found = [None if part == "own" else float(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers and own") from None
+    if not all(gbps is None or 0 < gbps < float("inf") for gbps in found):
+        raise argparse.ArgumentTypeError(f"{text!r} has a rate that is not above 0")
+    return found
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench_offload.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--random-weights", type=Path, required=True, metavar="CONFIG")
     parser.add_argument("--cases", default=",".join(CASES), help="policy:slots, …; slots: minimum, N or P%%")
-    parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--context", type=positive_list, default=[128], help="prompt lengths (default: 128)")
+    parser.add_argument(
+        "--link-gbps", type=gbps_list, default=[None], help="links, of which numbers are emulated (default: own)"
+    )
+    parser.add_argument(
+        "--sweep-once", action="store_true", help="beyond the first context and link, only cases of minimum slots"
+    )
+    parser.add_argument("--steps", type=positive, default=64, help="at most so many decode steps (default: 64)")
+    parser.add_argument("--seconds", type=float, default=1.0, help="about so long for the steps of a row (default: 1)")
+    parser.add_argument(
+        "--prefill-up-to", type=int, default=4096, metavar="N", help="longest prompt to time (default: 4096)"
+    )
+    parser.add_argument(
+        "--plan-on",
+        choices=("auto", "host", "device"),
+        default="auto",
+        help="who plans a step and starts its copies (default: as the engine does; the host on emulated links)",
+    )
+    parser.add_argument("--time-limit", type=positive, metavar="S", help="begin no row after this many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
-    parser.add_argument("--output", type=Path, required=True)
-    options = parser.parse_args()
+    parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> int:
+    began = time.perf_counter()
+    parser = build_parser()
+    options = parser.parse_args(arguments)
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    cases = options.cases.split(",")
     try:
+        check_cases(cases)
         spec = parse_config(read_json(options.random_weights), options.random_weights.name)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.touch()  # so that the stored command names it without its folder
+        source = provenance()
+        residents = measure_residents(spec, dtype, device, options)
+        release(device)
         store, weights = random_store(spec, dtype, device)
-        moe_layer = next(iter(spec.moe_layers))
-        rate = link_rate(store, moe_layer, device)
-        result: dict[str, Any] = {
-            "provenance": provenance(),
-            "model": options.random_weights.stem,
-            "dtype": options.dtype,
-            "is_pinned": store.is_pinned,
-            "link_bytes_per_s": rate,
-            "record_bytes": store.layout.num_bytes,
-            "rows": [],
-        }
-        print(
-            f"link {rate / 1e9:.1f} GB/s, records of {store.layout.num_bytes / 1e6:.2f} MB, pinned: {store.is_pinned}"
-        )
-        for case in options.cases.split(","):
-            row = measure(spec, weights, store, case, options.context, options.steps, rate)
-            result["rows"].append(row)
-            hits = row["counters"]["hit_rate"]["all"]
-            print(
-                f"{case:<20}{row['slots']:6} slots  first token {row['ttft_ms']:8.1f} ms  then "
-                f"{row['tpot_ms']['median']:7.2f} ms  floor {row['floor_ms']:7.2f} ms  hits {hits or 0:.1%}",
-                flush=True,
-            )
-            options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        records = first_records(spec, store)
+        own = own_link(records, device)
+        links = [own if gbps is None else emulated_link(records, device, gbps, own) for gbps in options.link_gbps]
     except TritonMoeError as error:
         parser.error(str(error))
+    bench = Bench(options, spec, weights, store, residents)
+    result: dict[str, Any] = {
+        "provenance": source,
+        "model": options.random_weights.stem,
+        "dtype": options.dtype,
+        "is_pinned": store.is_pinned,
+        "link_bytes_per_s": own.bytes_per_s,
+        "record_bytes": store.layout.num_bytes,
+        "rows": [],
+        "skipped": [],
+    }
+    print(f"records of {store.layout.num_bytes / 1e6:.2f} MB, pinned: {store.is_pinned}")
+    for context in options.context:
+        for link in links:
+            is_first = context == options.context[0] and link is links[0]
+            print(f"context {context}, {link.name}: {link.bytes_per_s / 1e9:.2f} GB/s", flush=True)
+            for case in cases:
+                if is_first or not options.sweep_once or case.endswith(":minimum"):
+                    run_case(bench, result, case, context, link, began)
+                    write(options.output, result)
+    print(f"{time.perf_counter() - began:.0f} s")
     return 0
+
+
+def check_cases(cases: list[str]) -> None:
+    for case in cases:
+        name, _, size = case.partition(":")
+        if resolve(name).is_resident:
+            raise InputError("--cases: the resident step is measured with every row; leave it out")
+        if size != "minimum":
+            read_slots(size, sys.maxsize)
+
+
+def run_case(bench: Bench, result: dict[str, Any], case: str, context: int, link: Link, began: float) -> None:
+    """Add a row to the result, or the reason why there is none."""
+    row = {"case": case, "context": context, "emulated_gbps": link.emulated_gbps}
+    limit = bench.options.time_limit
+    if limit is not None and time.perf_counter() - began > limit:
+        result["skipped"].append({**row, "reason": f"not begun within --time-limit {limit}"})
+        return
+    release(bench.device)  # the slots of the last row
+    try:
+        row = measure(bench, case, context, link)
+    except (InputError, torch.OutOfMemoryError) as error:
+        result["skipped"].append({**row, "reason": first_line(error)})
+        print(f"{case:<20}skipped: {first_line(error)}", flush=True)
+        return
+    result["rows"].append(row)
+    add_saving(row, result["rows"])
+    print(line(case, row), flush=True)
 
 
 if __name__ == "__main__":

@@ -281,26 +281,63 @@ def profile_decode() -> str:
     return text + origin(part)
 
 
+def offload_place(row: dict[str, Any]) -> list[str]:
+    slots = f"{row['slots']:,} ({percent(row['slots_share'])} %)"
+    planner = ", host plans" if row.get("planner") == "host" and row["emulated_gbps"] is None else ""
+    return [f"{row['context']:,}", row["policy"].split(":")[0] + planner, slots]
+
+
+def offload_decoding(row: dict[str, Any]) -> list[str]:
+    hits, saved = row["counters"]["hit_rate"]["all"], row.get("saved")
+    return [
+        tpot(row),
+        figure(row["floor_ms"]),
+        figure(row.get("resident_ms")),
+        figure(row.get("ratio")),
+        ABSENT if hits is None else percent(hits),
+        figure(row["bytes_per_token"] / 1e6),
+        ABSENT if saved is None else f"{percent(saved)} of {percent(row['saved_bound'])}",
+    ]
+
+
+def offload_prefill(row: dict[str, Any]) -> list[str]:
+    bound = figure(row.get("ttft_bound_ms"))
+    return [figure(row["ttft_ms"]), gigabytes(row.get("ttft_bytes")), bound, figure(row.get("ttft_ratio"))]
+
+
+def offload_tables(rows: list[dict[str, Any]]) -> str:
+    """Decode steps, then the first tokens of the prompts that were run."""
+    place = ["context", "policy", "slots"]
+    header = ["ms per token", "link floor, ms", "resident, ms", "time / best", "hits, %", "MB per token", "saved, %"]
+    text = table([*place, *header], [[*offload_place(row), *offload_decoding(row)] for row in rows])
+    prompts = [[*offload_place(row), *offload_prefill(row)] for row in rows if row["ttft_ms"] is not None]
+    if prompts:
+        header = ["first token, ms", "fetched, GB", "best, ms", "time / best"]
+        text += "\n" + table([*place, *header], prompts)
+    return text
+
+
+def offload_part(part: dict[str, Any]) -> str:
+    """One run of the benchmark: the machine's own link, then each one that waits emulated."""
+    text = f"{part['model']} in {part['dtype']}, batch 1; records of {figure(part['record_bytes'] / 1e6)} MB.\n"
+    for gbps in dict.fromkeys(row.get("emulated_gbps") for row in part["rows"]):
+        rows = [row for row in part["rows"] if row.get("emulated_gbps") == gbps]
+        rate = figure(rows[0].get("link_bytes_per_s", part["link_bytes_per_s"]) / 1e9)
+        link = "The machine's own link" if gbps is None else f"A link of {gbps:g} GB/s, emulated by waits"
+        text += f"\n{link}: copies of records at {rate} GB/s.\n\n" + offload_tables(rows)
+    lines = []
+    for row in part.get("skipped", []):
+        link = "" if row["emulated_gbps"] is None else f", emulated {row['emulated_gbps']:g} GB/s"
+        lines.append(f"- {row['case']}, context {row['context']:,}{link}: {row['reason']}\n")
+    if lines:
+        text += "\nNot measured:\n\n" + "".join(lines)
+    return text + origin(part)
+
+
 def offload() -> str:
-    part = read("offload-qwen3-30b-a3b.json")
-    rows = []
-    for row in part["rows"]:
-        tpot, hits = row["tpot_ms"], row["counters"]["hit_rate"]["all"]
-        rows.append(
-            [
-                row["policy"].split(":")[0],
-                f"{row['slots']:,} ({percent(row['slots_share'])} %)",
-                f"{figure(tpot['median'])} ({figure(tpot['p10'])}–{figure(tpot['p90'])})",
-                figure(row["floor_ms"]),
-                ABSENT if hits is None else percent(hits),
-                figure(row["bytes_per_token"] / 1e6),
-                figure(row["ttft_ms"]),
-            ]
-        )
-    header = ["policy", "slots", "ms per token", "link floor, ms", "hits, %", "MB per token", "first token, ms"]
-    text = f"{part['model']} in {part['dtype']}, prompt of {part['rows'][0]['context']:,} tokens; records of "
-    text += f"{figure(part['record_bytes'] / 1e6)} MB at {figure(part['link_bytes_per_s'] / 1e9)} GB/s.\n\n"
-    return text + table(header, rows) + origin(part)
+    """Every run that is stored: they may differ in contexts and links."""
+    others = sorted(path.name for path in MEASUREMENTS.glob("offload-qwen3-30b-a3b-*.json"))
+    return "\n".join(offload_part(read(name)) for name in ["offload-qwen3-30b-a3b.json", *others])
 
 
 REGIONS: dict[str, Callable[[], str]] = {

@@ -27,13 +27,13 @@ from tritonmoe.copy_engine import Copy, CopyEngine, Priority
 from tritonmoe.counters import Counters, LayerCounters
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.memory_plan import read_slots
+from tritonmoe.offload import SCAN_SHARE
 from tritonmoe.policy import MAX_LOOKAHEAD
 from tritonmoe.scheduler import Plan, Scheduler, Wave
 from tritonmoe.slot_pool import EVICTIONS, SlotPool
 from tritonmoe.trace import LayerRun, Step, Trace, TraceHeader, read_trace
 
 PREDICTORS = ("none", "recorded", "previous-token", "oracle")
-NEARLY_ALL = 0.75  # of a layer's experts wanted by a piece of a prompt: then the next layer's are fetched ahead
 NO_RECORD = torch.empty(0)  # the queue carries records; here nothing is copied
 NEVER = float("inf")
 
@@ -237,7 +237,8 @@ class Replay:
 
     def _waves(self, run: LayerRun, wanted: list[int], foretold: dict[int, np.ndarray]) -> None:
         slots = self.pool.num_slots
-        plan = self.scheduler.plan(run.layer, wanted, max(1, slots // 2) if run.is_prefill else slots)
+        is_scan = run.is_prefill and len(wanted) >= SCAN_SHARE * self.pool.num_experts
+        plan = self.scheduler.plan(run.layer, wanted, max(1, slots // 2) if run.is_prefill else slots, is_scan)
         wave = self._next_wave(plan)
         if run.is_prefill:
             foretold = self._ahead(run.layer, len(wanted))
@@ -269,7 +270,7 @@ class Replay:
 
     def _ahead(self, layer: int, num_wanted: int) -> dict[int, np.ndarray]:
         later = _next_layer(self._header, layer)
-        if later is None or num_wanted < NEARLY_ALL * self._header.num_experts:
+        if later is None or num_wanted < SCAN_SHARE * self._header.num_experts:
             return {}
         return {later: np.arange(self._header.num_experts)[None]}
 
@@ -300,7 +301,7 @@ def best_fetches(trace: Trace, num_slots: int) -> int:
         if run.is_prefill:
             if run.layer == ahead:
                 keys = [(run.layer, expert) for expert in range(trace.header.num_experts)]
-            is_most = len(wanted) >= NEARLY_ALL * trace.header.num_experts
+            is_most = len(wanted) >= SCAN_SHARE * trace.header.num_experts
             ahead = _next_layer(trace.header, run.layer) if is_most else None
         for key in keys:
             if not run.is_prefill:

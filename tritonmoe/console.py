@@ -23,6 +23,7 @@ SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", 
 FILTERS = ("top_k", "top_p", "min_p")
 POLICY_OPTIONS = (
     "predict", "lookahead", "candidates", "execute", "gate", "miss_tolerance", "miss_fill", "eviction",
+    "prefetch",
 )  # fmt: skip
 
 

@@ -1,9 +1,10 @@
 """Moves expert records from host memory into slots: the one owner of copy streams, events and their order.
 
-A copy is `submit`ted with a priority, starts when fewer than `depth` copies are under way, and can be cancelled until
-then. Demand goes before prefetch. What computes calls `wait` before it reads slots and `release` after it has enqueued
-the last read of them; a copy into a released slot waits for that read. On a GPU both are events between streams, so the
-host never waits; on a CPU a thread copies beside the one that computes.
+A copy is `submit`ted with a priority and can be cancelled until it starts: on demand at the next `pump`, ahead when
+fewer than `depth` copies are under way, so that few are in front of what is demanded next. What computes calls `wait`
+before it reads slots and `release` after it has enqueued the last read of them; a copy into a released slot waits for
+that read. On a GPU both are events between streams, so the host never waits; on a CPU a thread copies beside the one
+that computes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import IntEnum
 
 import torch
 
-DEPTH = 3  # copies under way: enough for the link to be busy until the host looks again
+DEPTH = 3  # copies under way that leave room for a prefetch: the link is busy until the host looks again
 
 
 class Priority(IntEnum):
@@ -64,11 +65,11 @@ class CopyEngine:
         for slot in [slot for slot, copy in self._started.items() if self._is_done(copy)]:
             copy = self._started.pop(slot)
             self.landed(copy.slot, copy.epoch)
-        while len(self._started) < self._depth:
-            queue = next((queue for queue in self._queues.values() if queue), None)
-            if queue is None:
-                return
-            self._begin(queue.popleft())
+        demand, ahead = self._queues[Priority.DEMAND], self._queues[Priority.PREFETCH]
+        while demand:
+            self._begin(demand.popleft())
+        while ahead and len(self._started) < self._depth:
+            self._begin(ahead.popleft())
 
     def wait(self, slots: Iterable[int]) -> None:
         """Make what is computed from now on wait for the copies into these slots, starting them if need be."""

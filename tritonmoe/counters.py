@@ -26,7 +26,8 @@ class LayerCounters:
     prefetched: int = 0  # fetches planned before their layer's routing was known
     prefetched_used: int = 0
     prefetched_wasted: int = 0  # moved, and its layer did not ask for it
-    cancelled: int = 0  # prefetched, and taken back before a byte moved
+    cancelled: int = 0  # prefetched, and taken back before all of it moved
+    cancelled_bytes: int = 0  # what had moved of those
     speculated: int = 0  # ids foretold, counted per token, as are the next two
     speculated_right: int = 0  # of the routed ids, those foretold
     speculated_routed: int = 0  # routed ids of the tokens that something was foretold for
@@ -64,7 +65,8 @@ class Counters:
         self.layers = [LayerCounters() for _ in range(num_layers)]
         self.record_bytes = record_bytes
         self.tokens = 0  # generated
-        self.wait_s = 0.0  # exposed transfer time: how long the computation waited for copies
+        # Exposed transfer time: how long the computation waited for copies. None where nobody could measure it.
+        self.wait_s: float | None = 0.0
 
     def foretell(self, layer: int, speculated: np.ndarray, routed: np.ndarray, weights: np.ndarray) -> None:
         """Compare speculated ids [T, M] with routed ids [T, K] and their gate weights [T, K]."""
@@ -93,11 +95,12 @@ class Counters:
         total = self.total()
         active = max(1, sum(layer.routed > 0 for layer in self.layers))
         per_token = self.record_bytes / self.tokens if self.tokens else None
+        partly = total.cancelled_bytes / self.record_bytes
         moved = {
             "demand": total.demand,
             "used": total.prefetched_used,
-            "wasted": total.prefetched_wasted,
-            "total": self.moved_records(),
+            "wasted": total.prefetched_wasted + partly,
+            "total": self.moved_records() + partly,
         }
         return {
             "tokens": self.tokens,
@@ -110,7 +113,7 @@ class Counters:
             "gate_mass_recall": self._spread(total, lambda layer: layer.gate_mass_recall, worst=min),
             "wasted_share": _ratio(total.prefetched_wasted, total.prefetched_used + total.prefetched_wasted),
             "bytes_per_token": {what: None if per_token is None else n * per_token for what, n in moved.items()},
-            "wait_ms_per_token": _ratio(1e3 * self.wait_s, self.tokens),
+            "wait_ms_per_token": None if self.wait_s is None else _ratio(1e3 * self.wait_s, self.tokens),
             "left_out_share": _ratio(total.left_out_mass, self.tokens * active),
         }
 
@@ -134,6 +137,7 @@ class Counters:
             lines.append(f"{'fetched':<24}{'demand':>9}{'used':>12}{'wasted':>12}{'total':>12}")
             cells = [f"{per_token[what] / MEGABYTE:.2f}" for what in ("demand", "used", "wasted", "total")]
             lines.append(f"{'MB per token':<24}{cells[0]:>9}{cells[1]:>12}{cells[2]:>12}{cells[3]:>12}")
+        if summary["wait_ms_per_token"] is not None:
             lines.append(f"{'exposed transfer time':<24}{summary['wait_ms_per_token']:>9.2f} ms per token")
         if total.left_out:
             lines.append(

@@ -45,15 +45,21 @@ class DecodeRunner:
         """Take up B sequences, of which all tokens are in the cache, or all but the last one where `launch` is next."""
         if not len(histories) == len(params) == self.batch:
             raise ValueError(f"{len(histories)} sequences, {len(params)} parameters for a batch of {self.batch}")
+        self._decoder.experts.begin_decode(self.batch)
         self._steps.begin(histories, params)
 
     def sample(self, logits: torch.Tensor) -> None:
         """Draw the next token of every row from logits [B, V] float32."""
         self._steps.sample(logits)
 
+    def feed(self, token_ids: Sequence[int]) -> None:
+        """Have the next step run these tokens, one per row, instead of those drawn last."""
+        self._steps.feed(token_ids)
+
     def launch(self) -> None:
         """Run the last token of every row through the model and draw the next one."""
         self._steps.launch()
+        self._decoder.experts.step_launched()
 
     def tokens(self) -> list[int]:
         """The tokens of the earliest draw that was not handed out yet; InputError if its logits were not finite."""
@@ -82,6 +88,10 @@ class _HostSteps:
             drawn.append(sample(row, params, history, len(history)))
             history.append(drawn[-1])
         self._drawn.append(drawn)
+
+    def feed(self, token_ids: Sequence[int]) -> None:
+        for history, token in zip(self._histories, token_ids, strict=True):
+            history[-1] = token
 
     def launch(self) -> None:
         device = self._decoder.device
@@ -126,6 +136,10 @@ class _DeviceSteps:
     def sample(self, logits: torch.Tensor) -> None:
         self._draw(logits)
         self._fetch()
+
+    @torch.inference_mode()
+    def feed(self, token_ids: Sequence[int]) -> None:
+        self._token_ids.copy_(torch.tensor(token_ids))
 
     @torch.inference_mode()
     def launch(self) -> None:

@@ -24,14 +24,15 @@ from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.placement import Loading, Placement, load_decoder
 from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import Session, allocate_cache, prefill_chunk
+from tritonmoe.session import CacheMemory, Session, prefill_chunk, step_bytes
 from tritonmoe.spec import ModelSpec
 from tritonmoe.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 EMBEDDED = "nano"
-SCORED_CHUNK = 512  # tokens whose logits over the whole vocabulary are in memory at once
+SCORED_CHUNK = 512  # tokens of a step that scores
+LOGITS_COPIES = 3  # over the whole vocabulary: made, scaled, and their logarithms
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Prompt = str | Sequence[int]
@@ -53,7 +54,9 @@ class Engine:
         stop_ids: frozenset[int],
         defaults: SamplingParams,
         max_context: int,
+        cache_bytes: int | None = None,
     ) -> None:
+        """`cache_bytes` is the most that KV caches may take together; None: as far as there is memory."""
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -62,6 +65,7 @@ class Engine:
         self.max_context = max_context
         # Runners of past calls by batch size, kept with their caches and captured steps for calls that they can serve.
         self._idle: dict[int, DecodeRunner] = {}
+        self._caches = CacheMemory(decoder, cache_bytes, self._idle.clear)
 
     @classmethod
     def from_pretrained(
@@ -104,8 +108,9 @@ class Engine:
         loading = Loading(
             folder, spec, target, resolve_dtype(dtype, target, spec), check_weights, check_memory, progress
         )
-        decoder = load_decoder(loading, placement or Placement(), limit, batch_size)
-        return cls(decoder, tokenizer, template, stop_ids, defaults, limit)
+        decoder, division = load_decoder(loading, placement or Placement(), limit, batch_size)
+        cache_bytes = None if division is None else division.cache_bytes
+        return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes)
 
     def close(self) -> None:
         """Give back what experts in host memory hold; the engine must not be used afterwards."""
@@ -142,19 +147,31 @@ class Engine:
         ids = self._prompt_ids(token_ids)
         if len(ids) > self.max_context:
             raise InputError(f"{len(ids)} tokens do not fit in the context of {self.max_context}")
-        device = self.decoder.device
-        cache = allocate_cache(self.decoder, 1, len(ids))
+        cache = self._caches.allocate(1, len(ids))
         scores: list[float] = []
         for start in range(0, len(ids) - 1, SCORED_CHUNK):
             end = min(start + SCORED_CHUNK, len(ids) - 1)
-            logits = self._prefill_chunk(ids, start, end, cache, last_only=False)[0]
-            following = torch.tensor(ids[start + 1 : end + 1], device=device)
-            scores += logits.log_softmax(-1).gather(1, following[:, None])[:, 0].tolist()
+            scores += self._score_chunk(ids, start, end, cache)
         return scores
+
+    def _score_chunk(self, ids: list[int], start: int, end: int, cache: KVCache) -> list[float]:
+        """Scores of the tokens after `start … end`, with logits of as many at once as a prefill step has memory for."""
+        decoder = self.decoder
+        following = torch.tensor(ids[start + 1 : end + 1], device=decoder.device)[:, None]
+        inputs = torch.tensor([ids[start:end]], device=decoder.device)
+        residual = decoder.prefill_residual(inputs, start, cache)
+        workspace = step_bytes(decoder.spec, decoder.device, decoder.dtype, self.max_context)
+        rows = max(1, workspace // (LOGITS_COPIES * 4 * decoder.spec.vocab_size))
+        parts = zip(residual.split(rows), following.split(rows), strict=True)
+        return [
+            score
+            for part, tokens in parts
+            for score in decoder.logits(part).log_softmax(-1).gather(1, tokens)[:, 0].tolist()
+        ]
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
-        return Session(self.decoder, self.tokenizer.vocab_size, self.max_context)
+        return Session(self._caches, self.tokenizer.vocab_size, self.max_context)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
@@ -192,7 +209,7 @@ class Engine:
             self._idle.clear()
             # A power of two, so that calls of similar lengths share it.
             capacity = min(self.max_context, 1 << (length - 1).bit_length())
-            cache = allocate_cache(self.decoder, len(rows), capacity)
+            cache = self._caches.allocate(len(rows), capacity if self._caches.has_room(len(rows), capacity) else length)
             runner = DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size)
         try:
             yield runner
@@ -204,8 +221,8 @@ class Engine:
             yield from self._run([row], runner)
 
     def _run_session(self, row: Row, session: Session) -> Generator[list[str], None, None]:
-        row.num_reused = row.num_cached = session.reuse(row.token_ids)
         runner = session.runner(row.max_length)
+        row.num_reused = row.num_cached = session.reuse(row.token_ids)
         session.token_ids = row.token_ids[: row.num_cached]
         try:
             yield from self._run([row], runner)
@@ -244,16 +261,10 @@ class Engine:
         chunk = prefill_chunk(self.decoder.device)
         while row.num_cached < row.num_prompt:
             start, end = row.num_cached, min(row.num_cached + chunk, row.num_prompt)
-            logits = self._prefill_chunk(row.token_ids, start, end, cache, last_only=True)
+            ids = torch.tensor([row.token_ids[start:end]], device=self.decoder.device)
+            logits = self.decoder.prefill(ids, start, cache)
             row.num_cached = end
         return logits
-
-    def _prefill_chunk(
-        self, token_ids: list[int], start: int, end: int, cache: KVCache, last_only: bool
-    ) -> torch.Tensor:
-        """Logits of tokens `start … end` of one sequence, whose earlier tokens are in the cache."""
-        ids = torch.tensor([token_ids[start:end]], device=self.decoder.device)
-        return self.decoder.prefill(ids, start, cache, last_only)
 
 
 class Interrupted(KeyboardInterrupt):

@@ -138,6 +138,10 @@ class ExpertStore:
         """The experts of a layer as views [E, …] of their records; KeyError for a layer without routed experts."""
         return self.layout.views(self._layers[layer])
 
+    def addresses(self) -> dict[int, int]:
+        """Where the records of each layer begin in host memory."""
+        return {layer: records.data_ptr() for layer, records in self._layers.items()}
+
     def record(self, layer: int, expert: int) -> torch.Tensor:
         """One expert's record [num_elements], contiguous."""
         return self._records[layer][expert]

@@ -15,9 +15,9 @@ from tritonmoe.errors import InputError
 from tritonmoe.expert_store import RecordLayout
 from tritonmoe.kv_cache import kv_bytes_per_token
 from tritonmoe.memory import available_bytes
-from tritonmoe.policy import PRESETS, Policy
+from tritonmoe.policy import PRESETS, Policy, minimum_slots
 from tritonmoe.session import step_bytes
-from tritonmoe.spec import ModelSpec, MoeSpec
+from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import weight_bytes
 
 # By type of device: the libraries' own workspaces, compiled kernels, captured graphs, and what allocators round up.
@@ -47,8 +47,10 @@ class MemoryPlan:
     place: str  # "on the GPU" or "in main memory"
     budget_bytes: int
     rows: tuple[tuple[str, int], ...]
+    cache_bytes: int  # that KV caches may take altogether: those set aside for them, and those that nothing else uses
     num_slots: int  # 0 where every expert is resident
     minimum_slots: int  # likewise
+    layer_slots: int  # likewise; the fewest that hold what a layer of a decode step needs, so that it runs at once
     num_experts: int  # of all layers together
     fits_resident: bool  # whether the budget holds every expert
 
@@ -63,6 +65,10 @@ class MemoryPlan:
             lines.append(
                 f"  slots for {share:.3g} % of {self.num_experts} experts; the minimum is {self.minimum_slots}"
             )
+            if self.num_slots < self.layer_slots:
+                lines.append("  fewer slots than a layer needs at once: it runs in waves, which is slower")
+            elif self.num_slots < self.minimum_slots:
+                lines.append("  fewer slots than the minimum: not all that is foretold is prefetched, which is slower")
         return lines
 
 
@@ -105,20 +111,6 @@ def read_slots(text: str, num_experts: int) -> int:
     if slots > num_experts:
         raise InputError(f"--expert-slots {text} is more than the model's {num_experts} experts; use 100% for all")
     return int(slots)
-
-
-def minimum_slots(spec: ModelSpec, policy: Policy, batch: int = 1) -> int:
-    """The fewest slots in which a decode step of `batch` sequences runs without dividing a layer into waves.
-
-    A layer's experts are all in use while those of the next `lookahead` layers arrive, the nearest of them with its
-    extra candidates: K · (1 + lookahead) + candidates for one sequence, K without a predictor.
-    """
-    moes = spec.moe_layers.values()
-    routed = max(_distinct(moe, batch, 0) for moe in moes)
-    if policy.predictor == "none":
-        return routed
-    foretold = max(_distinct(moe, batch, policy.candidates) for moe in moes)
-    return min(sum(moe.num_experts for moe in moes), routed * policy.lookahead + foretold)
 
 
 def plan(
@@ -183,15 +175,20 @@ class _Division:
             )
         minimum = minimum_slots(self._spec, self._policy, self._batch)
         fitting = max(0, budget.num_bytes - _total(self._fixed(self._max_context))) // record_bytes
-        wanted = max(minimum, min(fitting, self._num_experts))
-        if expert_slots is not None:
+        if expert_slots is None:
+            wanted = max(minimum, min(fitting, self._num_experts))
+        else:
             wanted = read_slots(expert_slots, self._num_experts)
-            if wanted < minimum:
-                raise self._too_few(expert_slots, wanted, minimum)
+            if wanted < 1:
+                raise InputError(f"--expert-slots {expert_slots} hold no expert; use 1 or more")
         row = (f"{wanted} expert slots of {format_bytes(record_bytes)}", wanted * record_bytes)
         if wanted > fitting:
-            remedies = [f"--expert-slots {fitting} or fewer"] if fitting >= minimum else []
-            if self._unpredicted_minimum() <= fitting < minimum:
+            remedies = []
+            if fitting >= 1 and expert_slots is not None:
+                remedies.append(f"--expert-slots {fitting} or fewer")
+            elif fitting >= 1:
+                remedies.append(f"--expert-slots {fitting}, which is slower")
+            if expert_slots is None and self._unpredicted_minimum() <= fitting:
                 remedies.append("--policy on-demand, which prefetches nothing")
             raise self._refusal(row, budget.num_bytes, budget.limit_bytes, remedies)
         return self._plan(row, budget, budget.num_bytes, wanted, minimum)
@@ -201,12 +198,15 @@ class _Division:
         spec, dtype, batch = self._spec, self._dtype, self._batch
         rows = [
             ("weights without experts", self._weight_bytes),
-            (f"KV cache of {batch} x {context} tokens", batch * context * kv_bytes_per_token(spec, dtype)),
+            (f"KV cache of {batch} x {context} tokens", self._kv_bytes(context)),
             ("workspace of a prefill step", step_bytes(spec, self._device, dtype, context)),
             ("default vectors", self._vector_bytes()),
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]
+
+    def _kv_bytes(self, context: int) -> int:
+        return self._batch * context * kv_bytes_per_token(self._spec, self._dtype)
 
     def _vector_bytes(self) -> int:
         """Default vectors on the device are [layers, E, H], dense layers included."""
@@ -223,10 +223,19 @@ class _Division:
         self, experts: tuple[str, int], budget: Budget, num_bytes: int, num_slots: int, minimum: int
     ) -> MemoryPlan:
         rows = [*self._fixed(self._max_context), experts]
-        rows.append(("not used", num_bytes - _total(rows)))
-        fits_resident = self._fits_resident(budget)
-        place = _place(self._device)
-        return MemoryPlan(place, num_bytes, tuple(rows), num_slots, minimum, self._num_experts, fits_resident)
+        unused = num_bytes - _total(rows)
+        rows.append(("not used", unused))
+        return MemoryPlan(
+            _place(self._device),
+            num_bytes,
+            tuple(rows),
+            self._kv_bytes(self._max_context) + unused,
+            num_slots,
+            minimum,
+            self._unpredicted_minimum() if num_slots else 0,
+            self._num_experts,
+            self._fits_resident(budget),
+        )
 
     def _refusal(
         self, experts: tuple[str, int], num_bytes: int, limit_bytes: int, remedies: Sequence[str]
@@ -264,22 +273,6 @@ class _Division:
 
     def _unpredicted_minimum(self) -> int:
         return minimum_slots(self._spec, PRESETS["on-demand"], self._batch)
-
-    def _too_few(self, text: str, slots: int, minimum: int) -> InputError:
-        policy = self._policy
-        given = text if text.isdigit() else f"{text} ({slots} slots)"
-        why = f"{policy.predictor} prediction, lookahead {policy.lookahead}, candidates {policy.candidates}"
-        other = self._unpredicted_minimum()
-        remedy = f", or --policy on-demand, which needs {other}" if other <= slots else ""
-        return InputError(
-            f"--expert-slots {given} is below the minimum of {minimum} for this model with {why}; "
-            f"use {minimum} or more{remedy}"
-        )
-
-
-def _distinct(moe: MoeSpec, batch: int, candidates: int) -> int:
-    """The most different experts that `batch` tokens can ask for, each its K and `candidates` more."""
-    return min(moe.num_experts, batch * (moe.num_experts_per_tok + candidates))
 
 
 def _place(device: torch.device) -> str:

@@ -46,12 +46,18 @@ class Decoder:
         [B, T, V] unless `last_only`.
         """
         batch, count = token_ids.shape
+        residual = self.prefill_residual(token_ids, start, cache)
+        if last_only:
+            return self.logits(residual[count - 1 :: count])
+        return self.logits(residual).unflatten(0, (batch, count))
+
+    @torch.inference_mode()
+    def prefill_residual(self, token_ids: torch.Tensor, start: int, cache: KVCache) -> torch.Tensor:
+        """The residual [B · T, H] that `prefill` makes logits of, for whoever needs them for a few tokens at a time."""
+        batch, count = token_ids.shape
         end = start + count
         positions = torch.arange(start, end, device=self.device).repeat(batch)
-        residual = self._layers(token_ids.flatten(), Tokens(positions, positions + 1, batch, start, end), cache)
-        if last_only:
-            return self._logits(residual[count - 1 :: count])
-        return self._logits(residual).unflatten(0, (batch, count))
+        return self._layers(token_ids.flatten(), Tokens(positions, positions + 1, batch, start, end), cache)
 
     @torch.inference_mode()
     def decode(
@@ -64,7 +70,7 @@ class Decoder:
         reference then reads that much of the cache instead of all.
         """
         tokens = Tokens(positions, positions + 1, len(token_ids), None, length)
-        return self._logits(self._layers(token_ids, tokens, cache))
+        return self.logits(self._layers(token_ids, tokens, cache))
 
     def _layers(self, token_ids: torch.Tensor, tokens: Tokens, cache: KVCache) -> torch.Tensor:
         """token_ids [B · T] -> residual [B · T, H] after the last layer."""
@@ -88,7 +94,8 @@ class Decoder:
             residual = self.experts.layer(layer_id, residual, delta, is_prefill=tokens.start is not None)
         return residual
 
-    def _logits(self, residual: torch.Tensor) -> torch.Tensor:
+    @torch.inference_mode()
+    def logits(self, residual: torch.Tensor) -> torch.Tensor:
         """residual [T, H] -> float32 logits [T, V]."""
         head, norm, epsilon = self.weights.head, self.weights.final_norm, self.spec.norm_epsilon
         residual = residual.contiguous()

@@ -55,10 +55,16 @@ class Experts:
 
     is_capturable = True  # whether a decode step can be captured in CUDA graphs
     needs_host = False  # whether the host decides something in the middle of a decode step
-    layout = 0  # another number: captured steps address memory that is no longer in use
+    layout: object = None  # another value: captured steps do what is no longer right
 
     def begin(self) -> None:
         """A generation begins."""
+
+    def begin_decode(self, batch: int) -> None:
+        """Decode steps of so many sequences follow."""
+
+    def step_launched(self) -> None:
+        """A decode step has been launched."""
 
     def close(self) -> None:
         """Give back what is held outside the weights."""

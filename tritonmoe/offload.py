@@ -14,6 +14,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -21,20 +22,24 @@ import torch
 
 from tritonmoe.copy_engine import CopyEngine, Priority, copy_engine
 from tritonmoe.counters import Counters
+from tritonmoe.device_scheduler import DeviceScheduler, RoutingTables, device_addresses
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.moe import Experts, routing_rule
 from tritonmoe.operations import Operations
-from tritonmoe.policy import Policy
+from tritonmoe.policy import Policy, minimum_slots
 from tritonmoe.predictors import Predictor
 from tritonmoe.scheduler import Plan, Scheduler, Wave
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ExpertWeights, ModelWeights
+from tritonmoe.weights import ModelWeights
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
+logger = logging.getLogger(__name__)
+
 NOTHING = Wave({}, {}, [])
+SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 
 
 class Turn:
@@ -51,7 +56,7 @@ class Turn:
         out: torch.Tensor,
     ) -> None:
         """`guesses` by later layer; `out` [T, K, H] is where the experts' outputs go."""
-        self.layer_id, self.x, self.out = layer_id, routed.x, out
+        self.layer_id, self.x, self.topk_ids, self.out = layer_id, routed.x, routed.topk_ids, out
         self.later = list(guesses)
         parts = [routed.topk_ids, routed.topk_weights.view(torch.int32), *(guess.ids for guess in guesses.values())]
         ends = np.cumsum([part.shape[1] for part in parts]).tolist()
@@ -65,9 +70,10 @@ class Turn:
         shape = (2, *routed.topk_ids.shape)
         self._slot_ids = torch.empty(shape, dtype=torch.int32, pin_memory=is_cuda)
         self._device_slot_ids = torch.empty(shape, dtype=torch.int32, device=packed.device)
-        self._host_slot_ids = self._slot_ids.numpy()
+        self._host_slot_ids: np.ndarray = self._slot_ids.numpy()
         # What the host reads and decides:
-        self.ids = self.weights = np.empty((0, 0))
+        self.ids: np.ndarray = np.empty((0, 0), dtype=np.int32)
+        self.weights: np.ndarray = np.empty((0, 0), dtype=np.float32)
         self.foretold: dict[int, np.ndarray] = {}
         self.wave = NOTHING
         self.missing: dict[int, int] = {}  # of the wave, expert -> slot
@@ -108,7 +114,11 @@ class OffloadedExperts(Experts):
         default_vectors: torch.Tensor | None = None,
         measure: bool = False,
         make_copies: Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine] = copy_engine,
+        plan_on_device: bool | None = None,
+        tables: RoutingTables | None = None,
     ) -> None:
+        """`plan_on_device`: whether decode steps plan and fetch without the host; by default on a GPU that can read the
+        store. `tables` replaces what they route and foretell."""
         super().__init__(ops, spec, weights)
         self.policy = policy
         self._store = store
@@ -122,14 +132,26 @@ class OffloadedExperts(Experts):
         self.prefill_counters = Counters(len(spec.layers), store.layout.num_bytes)
         self.scheduler = Scheduler(self.pool, self.counters)
         self._make_copies = make_copies
-        self._slots, self.copies = self._make_slots(num_slots)
+        self._buffer, self.copies = self._make_slots(num_slots)
+        self._slots = store.layout.views(self._buffer)
         self._guesses: dict[int, SpeculateOutput] = {}
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
+        self._device: DeviceScheduler | None = None  # that holds the slots now; else the pool does
+        self._devices: dict[int, DeviceScheduler] = {}  # by batch size
+        self._plan_on_device = weights.embedding.is_cuda if plan_on_device is None else plan_on_device
+        self._tables = tables
         self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
         self.is_capturable = not measure
+        self._resizes = 0
 
-    needs_host = True
+    @property
+    def needs_host(self) -> bool:
+        return self._device is None
+
+    @property
+    def layout(self) -> object:
+        return self._resizes, None if self._device is None else id(self._device)
 
     def begin(self) -> None:
         self.settle()
@@ -140,10 +162,61 @@ class OffloadedExperts(Experts):
         self.scheduler.counters = self.counters
         self.copies.num_copies = 0
 
+    def begin_decode(self, batch: int) -> None:
+        """Hand the slots to the device's scheduler for the decode steps that follow, where it can do them."""
+        self.settle()
+        device = self._device_scheduler(batch)
+        if device is not None:
+            device.load(self.pool)
+            self._device = device
+
+    def step_launched(self) -> None:
+        if self._device is not None:
+            self._device.step_launched()
+
+    def _device_scheduler(self, batch: int) -> DeviceScheduler | None:
+        if not self._plan_on_device or not self.is_capturable or batch > MAX_DECODE_TOKENS:
+            return None
+        if self.hooks.on_layer is not None:
+            return None
+        if self.pool.num_slots < minimum_slots(self._spec, self.policy, batch) or self.policy.predictor == "oracle":
+            return None
+        if batch not in self._devices:
+            addresses = device_addresses(self._store, self._buffer.device)
+            if isinstance(addresses, str):
+                self._plan_on_device = False
+                logger.warning("the host plans every decode step, which is slower: %s", addresses)
+                return None
+            self._devices[batch] = DeviceScheduler(
+                self._ops, self._spec, self._store, self._buffer, addresses, self.policy, batch, self._tables
+            )
+        return self._devices[batch]
+
+    def _take_back(self) -> None:
+        """Have the pool hold the slots again."""
+        device, self._device = self._device, None
+        if device is not None:
+            device.store(self.pool)
+            device.collect(self.counters)
+
     def report(self) -> list[str]:
-        self.scheduler.counters.wait_s += self.copies.waited_s()
+        if self._device is not None:
+            self._device.collect(self.counters)
+        self._add_waits(self.scheduler.counters)
         fetched = self.prefill_counters.moved_records() * self._store.layout.num_bytes
-        return [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
+        lines = [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
+        guarded = None if self._device is None else self._device.guard_line()
+        return lines if guarded is None else [*lines, guarded]
+
+    def waited_s(self) -> float:
+        """Exposed transfer time since `begin`, where the host knows it."""
+        self._add_waits(self.scheduler.counters)
+        return (self.counters.wait_s or 0.0) + (self.prefill_counters.wait_s or 0.0)
+
+    def _add_waits(self, counters: Counters) -> None:
+        waited = self.copies.waited_s()
+        if counters.wait_s is not None:
+            counters.wait_s += waited
 
     def close(self) -> None:
         """Stop copying, and make the store's memory pageable again."""
@@ -151,7 +224,9 @@ class OffloadedExperts(Experts):
         self._store.close()
 
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
-        if self.step_graph is not None:
+        if is_prefill and self._device is not None:
+            self._take_back()
+        if self.step_graph is not None or self._device is not None:
             return super().layer(layer_id, residual, delta, is_prefill)
         self._enter(layer_id, is_prefill)
         self.copies.pump()
@@ -166,11 +241,12 @@ class OffloadedExperts(Experts):
         self._is_torn = True
         counters = self.prefill_counters if is_prefill else self.counters
         if layer_id == self._moe_layers[0] and self.scheduler.counters is not counters:
-            self.scheduler.counters.wait_s += self.copies.waited_s()
+            self._add_waits(self.scheduler.counters)
             self.scheduler.counters = counters
 
     def settle(self) -> None:
         """Give up what is foretold and wait for what is under way: between generations."""
+        self._take_back()
         if self._is_torn:
             self._start_afresh()
         self._is_torn = True
@@ -186,9 +262,11 @@ class OffloadedExperts(Experts):
         self.copies.close()
         self.scheduler.resize(num_slots)
         moved = self.copies.num_copies
-        self._slots, self.copies = self._make_slots(num_slots)
+        self._devices.clear()
+        self._buffer, self.copies = self._make_slots(num_slots)
+        self._slots = self._store.layout.views(self._buffer)
         self.copies.num_copies = moved
-        self.layout += 1
+        self._resizes += 1
 
     def _start_afresh(self) -> None:
         """Forget every slot: what an exception interrupted cannot be told from what it did not."""
@@ -207,11 +285,11 @@ class OffloadedExperts(Experts):
             if self.copies.cancel(slot, epoch):
                 self.scheduler.abort(slot, epoch)
 
-    def _make_slots(self, num_slots: int) -> tuple[ExpertWeights, CopyEngine]:
+    def _make_slots(self, num_slots: int) -> tuple[torch.Tensor, CopyEngine]:
         layout = self._store.layout
         shape = (num_slots, layout.num_elements)
         buffer = torch.empty(shape, dtype=layout.dtype, device=self._weights.embedding.device)
-        return layout.views(buffer), self._make_copies(buffer, self.pool.landed)
+        return buffer, self._make_copies(buffer, self.pool.landed)
 
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
@@ -223,6 +301,8 @@ class OffloadedExperts(Experts):
                 f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
                 "use fewer, or --execute routed"
             )
+        if self._device is not None:
+            self._device.join()  # the guess was made on its side branch
         spec, weights = self._moe(layer_id)
         if self.policy.gate == "routed":
             routed = self._true_routing(layer_id, residual, delta)
@@ -258,6 +338,9 @@ class OffloadedExperts(Experts):
         if is_prefill:
             self._prefill(Turn(layer_id, routed, {}, out))
             return routed.topk_weights
+        if self._device is not None:
+            self._compute_on_device(self._device, layer_id, routed, out)
+            return routed.topk_weights
         guesses = self.predictor.guess(layer_id, routed)
         if self.policy.execute == "speculated":
             self._guesses = dict(guesses)
@@ -273,6 +356,7 @@ class OffloadedExperts(Experts):
             if turn.missing:
                 self._run_slots(layer_id, turn.x, missing, self._slots, out)
             self._finish(turn)
+            self.copies.pump()
         else:
             graph.pause(lambda: self._replay_decide(turn))
             ready, missing = turn.send()
@@ -282,6 +366,62 @@ class OffloadedExperts(Experts):
             if layer_id == self._moe_layers[-1]:
                 graph.at_end(self._finish_last)
         return routed.topk_weights
+
+    def _compute_on_device(
+        self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
+    ) -> None:
+        ids = device.plan(layer_id, routed)
+        with device.beside(layer_id, routed):
+            guesses = self.predictor.guess(layer_id, routed)
+            device.look_ahead(layer_id, {later: guess.ids for later, guess in guesses.items()})
+            if self.policy.execute == "speculated":
+                self._guesses = dict(guesses)
+        if self.policy.miss_tolerance > 0.0:
+            self._fill(layer_id, routed.topk_ids, out)
+        hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
+        self._run_half("gate_up", layer_id, routed.x, ids.hits, hidden)
+        device.await_demand()
+        self._run_half("gate_up", layer_id, routed.x, ids.misses, hidden, after_join=True)
+        self._run_half("down", layer_id, routed.x, ids.all, hidden, out)
+        if layer_id == self._moe_layers[-1]:
+            device.end()
+
+    def _run_half(
+        self,
+        part: str,
+        layer_id: int,
+        x: torch.Tensor,
+        slot_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        out: torch.Tensor | None = None,
+        after_join: bool = False,
+    ) -> None:
+        """`_run_slots` by halves: what `hidden` [T, K, I] has of an expert is all that the second half needs."""
+        slots, (spec, _) = self._slots, self._moe(layer_id)
+        self._ops.expert_gemm(
+            x,
+            slot_ids,
+            slots.gate_up,
+            slots.down,
+            slots.gate_up_bias,
+            slots.down_bias,
+            spec.activation,
+            spec.swiglu_limit,
+            spec.swiglu_alpha,
+            out,
+            hidden,
+            form="decode",
+            part=part,
+            after_join=after_join,
+        )
+
+    def _fill(self, layer_id: int, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
+        """What stands for experts that are left out, before the others are written."""
+        if self.policy.miss_fill == "default-vector":
+            assert self._defaults is not None, "the policy fills in default vectors and there are none"
+            out.copy_(self._defaults[layer_id][topk_ids.long()])
+        else:
+            out.zero_()
 
     def _replay_decide(self, turn: Turn) -> None:
         """`_decide` between two captured pieces, of which the one before also finished the last layer."""
@@ -362,9 +502,10 @@ class OffloadedExperts(Experts):
         turn.read()
         wanted = distinct(turn.ids)
         self._cancel(self.scheduler.refute(layer_id, wanted))
-        plan = self.scheduler.plan(layer_id, wanted, max(1, self.pool.num_slots // 2))
+        is_scan = len(wanted) >= SCAN_SHARE * self._num_experts
+        plan = self.scheduler.plan(layer_id, wanted, max(1, self.pool.num_slots // 2), is_scan)
         wave = self._next_wave(layer_id, plan)
-        foretold = self._prefill_ahead(layer_id, len(wanted))
+        foretold = self._prefill_ahead(layer_id) if is_scan else {}
         while wave is not None:
             following = self._next_wave(layer_id, plan)
             if plan.is_done:
@@ -388,20 +529,23 @@ class OffloadedExperts(Experts):
     def _run_wave(self, turn: Turn, wave: Wave) -> None:
         """Compute with a wave now, and finish it."""
         missing = wave.missing
-        # Before any wait: on a GPU the ids would queue up behind the records.
-        ready_ids, missing_ids = self._slot_ids(turn.ids, wave.ready), self._slot_ids(turn.ids, missing)
-        if wave.ready:
+        # Before any wait: on a GPU the tables would queue up behind the records.
+        ready_ids, missing_ids = self._slot_ids(turn, wave.ready), self._slot_ids(turn, missing)
+        if ready_ids is not None:
             self._run_slots(turn.layer_id, turn.x, ready_ids, self._slots, turn.out)
-        if missing:
+        if missing_ids is not None:
             self.copies.wait(missing.values())
             self._run_slots(turn.layer_id, turn.x, missing_ids, self._slots, turn.out)
         self._release(turn.layer_id, wave)
 
-    def _slot_ids(self, ids: np.ndarray, slots: dict[int, int]) -> torch.Tensor:
-        """ids [T, K] -> the slot of each, -1 where it is not among `slots`: [T, K] int32 on the device."""
-        found = torch.from_numpy(slot_table(slots, self._num_experts)[ids])
-        device = self._weights.embedding.device
-        return found.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else found
+    def _slot_ids(self, turn: Turn, slots: dict[int, int]) -> torch.Tensor | None:
+        """The slot of each of the turn's ids, -1 where it is not among `slots`: [T, K] int32; None where none is."""
+        if not slots:
+            return None
+        table = torch.from_numpy(slot_table(slots, self._num_experts))
+        if turn.topk_ids.is_cuda:
+            table = table.pin_memory().to(turn.topk_ids.device, non_blocking=True)
+        return table.index_select(0, turn.topk_ids.flatten()).view(turn.topk_ids.shape)
 
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
         # What will run anyway is no guess.
@@ -412,12 +556,10 @@ class OffloadedExperts(Experts):
                 self.copies.submit(self._store.record(later, expert), slot, epoch, priority)
         self.copies.pump()
 
-    def _prefill_ahead(self, layer_id: int, num_wanted: int) -> dict[int, np.ndarray]:
-        """The next layer's experts in order, where this one wanted nearly all of its own."""
+    def _prefill_ahead(self, layer_id: int) -> dict[int, np.ndarray]:
+        """All of the next layer's experts in order."""
         later = next((i for i in self._moe_layers if i > layer_id), None)
-        if later is None or num_wanted < 0.75 * self._num_experts:
-            return {}
-        return {later: np.arange(self._num_experts)[None]}
+        return {} if later is None else {later: np.arange(self._num_experts)[None]}
 
     def _leave_out(
         self, layer_id: int, ids: np.ndarray, weights: np.ndarray, wanted: list[int], out: torch.Tensor

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from tritonmoe.errors import InputError
-from tritonmoe_kernels import references
+from tritonmoe_kernels import fetch_reference, plan_reference, references
 
 # Up to so many tokens a projection streams its weights through our own kernel; from there on the library's is faster.
 MAX_STREAMED_TOKENS = 1
@@ -31,6 +31,11 @@ class Operations(NamedTuple):
     speculate: Callable[..., Any]
     expert_gemm: Callable[..., torch.Tensor]
     combine: Callable[..., torch.Tensor]
+    find_resident: Callable[..., None]
+    plan_demand: Callable[..., None]
+    plan_prefetch: Callable[..., None]
+    fetch: Callable[..., None]
+    count_recall: Callable[..., None]
 
     def project(
         self,
@@ -59,6 +64,11 @@ REFERENCES = Operations(
     speculate=references.speculate_ref,
     expert_gemm=references.expert_gemm_ref,
     combine=references.combine_ref,
+    find_resident=references.find_resident_ref,
+    plan_demand=plan_reference.plan_demand_ref,
+    plan_prefetch=plan_reference.plan_prefetch_ref,
+    fetch=fetch_reference.fetch_ref,
+    count_recall=references.count_recall_ref,
 )
 
 
@@ -68,7 +78,8 @@ def kernels() -> Operations:
         import triton  # noqa: F401
     except ImportError:
         raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
-    from tritonmoe_kernels import attention, expert_gemm, linear, norm_router, rope_qk, speculate
+    from tritonmoe_kernels import attention, expert_gemm, fetch, linear, norm_router, plan, recall, residency, rope_qk
+    from tritonmoe_kernels import speculate as speculation
 
     return Operations(
         linear=linear.linear,
@@ -78,9 +89,14 @@ def kernels() -> Operations:
         norm_router=norm_router.norm_router,
         add_rms_norm=norm_router.add_rms_norm,
         route_topk=norm_router.route_topk,
-        speculate=speculate.speculate,
+        speculate=speculation.speculate,
         expert_gemm=expert_gemm.expert_gemm,
         combine=expert_gemm.combine,
+        find_resident=residency.find_resident,
+        plan_demand=plan.plan_demand,
+        plan_prefetch=plan.plan_prefetch,
+        fetch=fetch.fetch,
+        count_recall=recall.count_recall,
     )
 
 

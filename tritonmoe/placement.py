@@ -80,21 +80,23 @@ class Loading:
         )
 
 
-def load_decoder(loading: Loading, placement: Placement, max_context: int, batch: int = 1) -> Decoder:
-    """Divide the memory, load the weights, put the experts where they belong.
+def load_decoder(
+    loading: Loading, placement: Placement, max_context: int, batch: int = 1
+) -> tuple[Decoder, MemoryPlan | None]:
+    """Divide the memory, load the weights, put the experts where they belong; the division is None where it is open.
 
     Nothing asked for: all experts on the device where they fit, else in host memory under the policy "exact"; on a CPU,
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
     if placement.is_open and device.type == "cpu":
-        return Decoder(spec, loading.weights())
+        return Decoder(spec, loading.weights()), None
     vectors_file = _vectors_file(loading.folder, placement)
     policy, division = _divide(loading, placement, max_context, batch, vectors_file is not None)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
-        return Decoder(spec, loading.weights())
+        return Decoder(spec, loading.weights()), division
     store = ExpertStore.allocate(spec, loading.dtype)
     weights = loading.weights(store)
     defaults = None
@@ -107,7 +109,7 @@ def load_decoder(loading: Loading, placement: Placement, max_context: int, batch
     experts = OffloadedExperts(
         ops, spec, weights, store, division.num_slots, policy, predictor, defaults, placement.measure
     )
-    return Decoder(spec, weights, ops, experts)
+    return Decoder(spec, weights, ops, experts), division
 
 
 def _divide(

@@ -7,11 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 from tritonmoe.errors import InputError
+from tritonmoe.spec import ModelSpec, MoeSpec
 
 PredictorName = Literal["none", "residual", "quasi-hidden", "previous-token", "oracle"]
 Source = Literal["routed", "speculated"]
 MissFill = Literal["none", "default-vector"]
 EvictionName = Literal["lru", "lfu"]
+Prefetch = Literal["auto", "always"]
 
 RESIDENT = "resident"
 PRESET_NAMES = ("on-demand", "exact", "router-pf", RESIDENT)
@@ -28,6 +30,7 @@ OPTIONS = {
     "miss_tolerance": "--miss-tolerance",
     "miss_fill": "--miss-fill",
     "eviction": "--eviction",
+    "prefetch": "--prefetch",
 }
 CHOICES: dict[str, Sequence[str]] = {
     "predictor": get_args(PredictorName),
@@ -35,6 +38,7 @@ CHOICES: dict[str, Sequence[str]] = {
     "gate": get_args(Source),
     "miss_fill": get_args(MissFill),
     "eviction": get_args(EvictionName),
+    "prefetch": get_args(Prefetch),
 }
 
 
@@ -46,7 +50,8 @@ class Policy:
     prefetched. `execute` "routed" runs the experts that the true router chose, so that outputs are the model's own;
     "speculated" runs the foretold ones, weighted by the true router (`gate` "routed") or by the guess ("speculated").
     Missing experts to which every token gives a share of its gate mass below `miss_tolerance` are left out, `miss_fill`
-    "default-vector" putting their mean output in their place. `name` is the preset that it was made from.
+    "default-vector" putting their mean output in their place. `prefetch` "auto" stops fetching ahead for layers where
+    that wastes more than it brings, "always" never. `name` is the preset that it was made from.
     """
 
     name: str
@@ -58,6 +63,7 @@ class Policy:
     miss_tolerance: float = 0.0
     miss_fill: MissFill = "none"
     eviction: EvictionName = "lru"
+    prefetch: Prefetch = "auto"
 
     def __post_init__(self) -> None:
         _require_known("--policy", self.name, PRESET_NAMES)
@@ -84,6 +90,8 @@ class Policy:
     def _check_prediction(self) -> None:
         if self.predictor == "none" and self.lookahead > 1:
             raise InputError("--lookahead has no effect without a predictor; add --predict residual, or leave it out")
+        if self.predictor == "none" and self.prefetch == "always":
+            raise InputError("--prefetch always has no effect without a predictor; add --predict, or leave it out")
         if self.candidates > 0 and self.predictor not in RANKING_PREDICTORS:
             raise InputError(
                 f"--candidates needs a predictor that ranks all experts, which {self.predictor!r} does not; "
@@ -102,6 +110,8 @@ class Policy:
                 f"--execute speculated runs what a predictor ranks, and {self.predictor!r} ranks nothing; "
                 f"use --predict {_listed(RANKING_PREDICTORS)}"
             )
+        if self.prefetch == "always":
+            raise InputError("--prefetch always has no effect with --execute speculated, which needs what is foretold")
         if self.lookahead > 1:
             raise InputError("--lookahead above 1 needs --execute routed: speculated execution runs the next layer's")
         if self.candidates > 0:
@@ -121,6 +131,11 @@ class Policy:
     def is_exact(self) -> bool:
         """Whether outputs are the model's own, bit for bit."""
         return self.execute == "routed" and self.miss_tolerance == 0.0
+
+    @property
+    def guards_prefetch(self) -> bool:
+        """Whether prefetching may stop where it loses; elsewhere that would change what runs."""
+        return self.predictor != "none" and self.execute == "routed" and self.prefetch == "auto"
 
     @property
     def uses_default_vectors(self) -> bool:
@@ -148,10 +163,31 @@ class Policy:
         parts = [f"predict {self.predictor}"]
         if self.predictor != "none":
             parts += [f"lookahead {self.lookahead}", f"candidates {self.candidates}"]
+            parts += ["prefetch always"] if self.prefetch == "always" else []
         parts.append(f"execute {self.execute}" + (f" (gate {self.gate})" if self.execute == "speculated" else ""))
         if self.miss_tolerance > 0.0:
             parts.append(f"miss tolerance {self.miss_tolerance:g} (fill {self.miss_fill})")
         return f"{self.name}: {', '.join(parts)}, eviction {self.eviction}"
+
+
+def minimum_slots(spec: ModelSpec, policy: Policy, batch: int = 1) -> int:
+    """The fewest slots in which a decode step of `batch` sequences runs without dividing a layer into waves.
+
+    A layer's experts are all in use while those of the next `lookahead` layers arrive, the nearest of them with its
+    extra candidates: K · (1 + lookahead) + candidates for one sequence, K without a predictor. Fewer work
+    too, and slower, for whoever asks for them with --expert-slots.
+    """
+    moes = spec.moe_layers.values()
+    routed = max(_distinct(moe, batch, 0) for moe in moes)
+    if policy.predictor == "none":
+        return routed
+    foretold = max(_distinct(moe, batch, policy.candidates) for moe in moes)
+    return min(sum(moe.num_experts for moe in moes), routed * policy.lookahead + foretold)
+
+
+def _distinct(moe: MoeSpec, batch: int, candidates: int) -> int:
+    """The most different experts that `batch` tokens can ask for, each its K and `candidates` more."""
+    return min(moe.num_experts, batch * (moe.num_experts_per_tok + candidates))
 
 
 def _require_known(option: str, value: str, known: Sequence[str]) -> None:
@@ -201,6 +237,7 @@ def resolve(
     miss_tolerance: float | None = None,
     miss_fill: str | None = None,
     eviction: str | None = None,
+    prefetch: str | None = None,
 ) -> Policy:
     """A preset with what the command line gave (None: not given) in place of its own choices.
 
@@ -217,6 +254,7 @@ def resolve(
         "miss_tolerance": miss_tolerance,
         "miss_fill": miss_fill,
         "eviction": eviction,
+        "prefetch": prefetch,
     }
     given = {field: value for field, value in values.items() if value is not None}
     if base.is_resident and given:

@@ -59,14 +59,17 @@ class Scheduler:
         self._reserve = reserve
         self._forget()
 
-    def plan(self, layer: int, routed: Iterable[int], most: int | None = None) -> Plan:
+    def plan(self, layer: int, routed: Iterable[int], most: int | None = None, is_scan: bool = False) -> Plan:
         """The layer's waves over the distinct routed ids: one, where the slots suffice.
 
         A wave fetches until it has `most` experts; what is mapped already is in the first wave however much it is.
+        `is_scan`: the layer wants most of its experts, as all layers do in turn. Then what it uses is no more recent
+        for that, and what it fetches goes first: else each layer would evict what the same scan, or the next, needs.
         """
         assert most is None or most >= 1, "a wave has at least one expert"
         self.pool.tick()
-        return Plan(self, layer, list(dict.fromkeys(routed)), self.pool.num_slots if most is None else most)
+        most = self.pool.num_slots if most is None else most
+        return Plan(self, layer, list(dict.fromkeys(routed)), most, is_scan)
 
     def finish(self, layer: int, wave: Wave) -> None:
         """The wave's computation is enqueued, behind its copies: its slots may be taken again.
@@ -176,7 +179,7 @@ class Scheduler:
         assert pins == self.pool.pins.tolist(), "a slot's pins are not those of open waves and guesses"
         assert self._num_guesses == sum(map(len, self._guesses)), "the count of guesses is wrong"
 
-    def _next_wave(self, layer: int, pending: list[int], most: int, is_first: bool) -> Wave | None:
+    def _next_wave(self, layer: int, pending: list[int], most: int, is_first: bool, is_scan: bool) -> Wave | None:
         """Pin and take for as many of `pending` as fit, and drop them from it."""
         pool, counters, purpose = self.pool, self.counters.layers[layer], self._purpose
         ready: dict[int, int] = {}
@@ -194,13 +197,13 @@ class Scheduler:
                 self._confirm(layer, slot)
         present = [*ready.values(), *late.values()]
         pool.pin(present)
-        pool.touch(present)
         if is_first:  # later ones are guesses about the layer's next step
             self._end_guessing(layer)
         demand = pool.take(layer, missing[: max(0, most - len(present))])
         fetched = [fetch.slot for fetch in demand]
         pool.pin(fetched)
-        pool.touch(fetched)
+        if not is_scan:
+            pool.touch([*present, *fetched])
         for slot in fetched:
             purpose[slot] = _Purpose.DEMAND
         pending[:] = missing[len(demand) :]
@@ -265,11 +268,12 @@ class Scheduler:
 class Plan:
     """A layer's experts that are still to be put into waves."""
 
-    def __init__(self, scheduler: Scheduler, layer: int, pending: list[int], most: int) -> None:
+    def __init__(self, scheduler: Scheduler, layer: int, pending: list[int], most: int, is_scan: bool) -> None:
         self._scheduler = scheduler
         self._layer = layer
         self._pending = pending
         self._most = most
+        self._is_scan = is_scan
         self._is_first = True
 
     @property
@@ -286,4 +290,4 @@ class Plan:
         if not self._pending:
             return None
         is_first, self._is_first = self._is_first, False
-        return self._scheduler._next_wave(self._layer, self._pending, self._most, is_first)
+        return self._scheduler._next_wave(self._layer, self._pending, self._most, is_first, self._is_scan)

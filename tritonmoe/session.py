@@ -1,10 +1,14 @@
-"""A conversation's KV cache, kept between turns so that only what is new is computed."""
+"""A conversation's KV cache, kept between turns so that only what is new is computed, and the memory of all caches."""
 
 from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
 
 import torch
 
 from tritonmoe.decode_runner import DecodeRunner
+from tritonmoe.errors import InputError
 from tritonmoe.kv_cache import KVCache, attention_bytes, kv_bytes_per_token
 from tritonmoe.memory import require_memory
 from tritonmoe.model import Decoder
@@ -19,11 +23,55 @@ def prefill_chunk(device: torch.device) -> int:
     return 4096 if device.type == "cuda" else 512
 
 
+class CacheMemory:
+    """Hands out KV caches within the bytes that memory was divided with; None: as far as there is memory.
+
+    A cache counts for as long as anything refers to it. `release_idle` frees those that nobody uses at the moment.
+    """
+
+    def __init__(self, decoder: Decoder, planned_bytes: int | None, release_idle: Callable[[], object]) -> None:
+        self.decoder = decoder
+        self._planned_bytes = planned_bytes
+        self._release_idle = release_idle
+        self._held_bytes = 0
+
+    def has_room(self, batch: int, length: int) -> bool:
+        """Whether a cache of this size can be had, if need be in place of idle ones."""
+        if self._planned_bytes is None:
+            return True
+        needed = self._num_bytes(batch, length)
+        if self._held_bytes + needed > self._planned_bytes:
+            self._release_idle()
+        return self._held_bytes + needed <= self._planned_bytes
+
+    def allocate(self, batch: int, length: int) -> KVCache:
+        """A cache; InputError where it does not fit beside those in use."""
+        num_bytes = self._num_bytes(batch, length)
+        if self._planned_bytes is not None and not self.has_room(batch, length):
+            sizes = (num_bytes, self._held_bytes, self._planned_bytes)
+            needed, held, planned = (f"{size / 1e9:.3g} GB" for size in sizes)
+            raise InputError(
+                f"out of memory: the KV cache of {batch} x {length} tokens needs {needed} beside {held} in use, and "
+                f"{planned} were set aside for KV caches; use a smaller --max-context or --max-new-tokens, or a larger "
+                "--gpu-memory"
+            )
+        cache = allocate_cache(self.decoder, batch, length)
+        self._held_bytes += num_bytes
+        weakref.finalize(cache, self._give_back, num_bytes).atexit = False
+        return cache
+
+    def _give_back(self, num_bytes: int) -> None:
+        self._held_bytes -= num_bytes
+
+    def _num_bytes(self, batch: int, length: int) -> int:
+        return batch * length * kv_bytes_per_token(self.decoder.spec, self.decoder.dtype)
+
+
 class Session:
     """One sequence whose cache grows as needed, up to `max_length`, and survives from call to call."""
 
-    def __init__(self, decoder: Decoder, vocab_size: int, max_length: int) -> None:
-        self._decoder = decoder
+    def __init__(self, memory: CacheMemory, vocab_size: int, max_length: int) -> None:
+        self._memory = memory
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._runner: DecodeRunner | None = None
@@ -39,18 +87,21 @@ class Session:
         return common
 
     def runner(self, length: int) -> DecodeRunner:
-        """A runner whose cache has at least `length` positions and still holds what was in the last one."""
+        """A runner whose cache has at least `length` positions and still holds what `token_ids` says."""
         old = None if self._runner is None else self._runner.cache
         if self._runner is not None and old is not None and old.max_length >= length:
             return self._runner
         # Exactly what a single prompt needs; a conversation grows by doubling.
-        capacity = length if old is None else max(length, min(2 * old.max_length, self._max_length))
-        grown = allocate_cache(self._decoder, 1, capacity)
+        wanted = length if old is None else max(length, min(2 * old.max_length, self._max_length))
+        if old is not None and not self._memory.has_room(1, length):
+            self._runner = old = None  # there is no room for both: the conversation is computed anew
+            self.token_ids = []
+        grown = self._memory.allocate(1, wanted if self._memory.has_room(1, wanted) else length)
         if old is not None:
             for new, past in zip(grown.keys + grown.values, old.keys + old.values, strict=True):
                 new[:, :, : old.max_length] = past
         # Last, so that an interrupt leaves the old one with `token_ids` still true of it.
-        self._runner = DecodeRunner(self._decoder, grown, self._vocab_size)
+        self._runner = DecodeRunner(self._memory.decoder, grown, self._vocab_size)
         return self._runner
 
 

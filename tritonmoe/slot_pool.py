@@ -72,6 +72,18 @@ class SlotPool:
         self._key_of, self._state, self._score = self.key_of.data, self.state.data, self.score.data
         self._rank, self._pins, self._epoch = self.rank.data, self.pins.data, self.epoch.data
 
+    def adopt(self, key_of: np.ndarray, score: np.ndarray, uses: np.ndarray, clock: int) -> None:
+        """Take over what somebody else has put into the slots, none pinned: of each slot the key, -1 where it is free,
+        and the score; the uses [L, E]; the clock."""
+        mapped = np.flatnonzero(key_of >= 0)
+        self.resize(self.num_slots)
+        self.clock = clock
+        self.uses[...] = uses
+        self.key_of[...] = key_of
+        self.slot_of.ravel()[key_of[mapped]] = mapped
+        self.state[mapped] = RESIDENT
+        self.score[mapped] = self.rank[mapped] = score[mapped]
+
     def lookup(self, layer: int, expert: int) -> int:
         """The slot, in flight or resident, or -1."""
         return self._slot_of[self._keys(layer, (expert,))[0]]

@@ -229,11 +229,11 @@ class TraceRecorder:
         if not isinstance(experts, OffloadedExperts):
             return dict.fromkeys(layers, (0, 0, 0, 0.0))
         decode, prefill = experts.counters, experts.prefill_counters
-        if self._header.device == "cpu":  # elsewhere it would wait for the device
-            decode.wait_s += experts.copies.waited_s()
+        # Elsewhere it would wait for the device.
+        wait_s = experts.waited_s() if self._header.device == "cpu" else 0.0
         rows = ((layer, decode.layers[layer], prefill.layers[layer]) for layer in layers)
         return {
-            layer: (one.hits + other.hits, one.late + other.late, one.demand + other.demand, decode.wait_s)
+            layer: (one.hits + other.hits, one.late + other.late, one.demand + other.demand, wait_s)
             for layer, one, other in rows
         }
 

@@ -37,9 +37,13 @@ def release_dependents(PDL: tl.constexpr):
 
 
 def launch_options(device: torch.device, after_join: bool = False) -> dict[str, Any]:
-    """Launch arguments of a kernel with a PDL parameter; an ordinary launch where it comes after several others
-    (`after_join`), of which a dependent launch could await only the last."""
-    return {"PDL": False} if after_join else _options(device.type, device.index)
+    """Launch arguments of a kernel with a PDL parameter.
+
+    `after_join`: it comes after launches of several streams, of which a dependent launch would await only the last. It
+    then begins when all have ended, as an ordinary launch, and still lets the next one begin early.
+    """
+    options = _options(device.type, device.index)
+    return {"PDL": options["PDL"]} if after_join else options
 
 
 @functools.cache

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tritonmoe_kernels import reference
+from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.planner_state import MASS_UNIT, Header, PlannerState
 from tritonmoe_kernels.routing import NormRouterOutput, Routing, SpeculateOutput
 
 
@@ -259,3 +261,53 @@ def combine_ref(
         total = total + residual.float()
     result = total.to(expert_out.dtype)
     return result if out is None else out.copy_(result)
+
+
+def count_recall_ref(
+    foretold: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, counts: torch.Tensor
+) -> None:
+    """`count_recall` in torch."""
+    check_recall(foretold, topk_ids, topk_weights, counts)
+    mass = (topk_weights / MASS_UNIT).long()
+    is_right = ((topk_ids[:, :, None] == foretold[:, None, :]) & (foretold >= 0)[:, None, :]).any(-1)
+    has_guess = (foretold[:, :1] >= 0).expand_as(topk_ids)
+    sums = ((foretold >= 0), is_right, has_guess, is_right * mass, has_guess * mass)
+    counts += torch.stack([part.sum() for part in sums])
+
+
+def check_recall(
+    foretold: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, counts: torch.Tensor
+) -> None:
+    check_tensor("topk_ids", topk_ids, (None, None), (torch.int32,), counts.device)
+    check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), counts.device)
+    check_tensor("foretold", foretold, (len(topk_ids), None), (torch.int32,), counts.device)
+    check_tensor("counts", counts, (5,), (torch.int64,), counts.device)
+
+
+def find_resident_ref(
+    state: PlannerState,
+    layer: int,
+    topk_ids: torch.Tensor,
+    hit_ids: torch.Tensor,
+    routing_table: torch.Tensor | None = None,
+) -> None:
+    """`find_resident` in torch."""
+    check_resident(state, topk_ids, hit_ids, routing_table)
+    if routing_table is not None:
+        topk_ids.copy_(routing_table[int(state.header[Header.STEP]) % len(routing_table), layer])
+    num_experts = state.slot_of.shape[1]
+    exists = (topk_ids >= 0) & (topk_ids < num_experts)
+    slots = torch.where(exists, state.slot_of[layer][topk_ids.clamp(0, num_experts - 1).long()], -1)
+    at = slots.clamp(min=0).long()
+    hit_ids.copy_(torch.where((slots >= 0) & (state.landed[at] == state.copy_epoch[at]), slots, -1))
+
+
+def check_resident(
+    state: PlannerState, topk_ids: torch.Tensor, hit_ids: torch.Tensor, routing_table: torch.Tensor | None
+) -> None:
+    device = state.header.device
+    check_tensor("topk_ids", topk_ids, (None, None), (torch.int32,), device)
+    check_tensor("hit_ids", hit_ids, topk_ids.shape, (torch.int32,), device)
+    if routing_table is not None:
+        shape = (None, len(state.slot_of), *topk_ids.shape)
+        check_tensor("routing_table", routing_table, shape, (torch.int32,), device)

@@ -14,6 +14,8 @@ from bench.measure import Stepper, phase, run_steps, synchronize
 
 PROFILED_STEPS = 4
 DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+HOST_CATEGORIES = ("cuda_runtime", "cuda_driver")
+LAUNCHES = ("GraphLaunch", "LaunchKernel", "LaunchCooperativeKernel", "Memcpy", "Memset")  # within names of calls
 
 
 def profile_steps(stepper: Stepper, path: Path, steps: int) -> list[dict[str, Any]]:
@@ -38,9 +40,19 @@ def profile_steps(stepper: Stepper, path: Path, steps: int) -> list[dict[str, An
 
 def device_events(path: Path) -> list[dict[str, Any]]:
     """Kernels, copies and fills of a Chrome trace in the order of their starts; times in us."""
+    events = (event for event in _events(path) if event.get("cat") in DEVICE_CATEGORIES)
+    return sorted(events, key=lambda event: event["ts"])
+
+
+def host_launches(path: Path) -> int:
+    """Calls of a Chrome trace by which the host gave the device something to do."""
+    calls = (event["name"] for event in _events(path) if event.get("cat") in HOST_CATEGORIES)
+    return sum(any(part in name for part in LAUNCHES) for name in calls)
+
+
+def _events(path: Path) -> list[dict[str, Any]]:
     with gzip.open(path, "rt", encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    return sorted((e for e in events if e.get("cat") in DEVICE_CATEGORIES), key=lambda event: event["ts"])
+        return json.load(file)["traceEvents"]
 
 
 def _device_times(path: Path) -> dict[str, tuple[int, float]]:

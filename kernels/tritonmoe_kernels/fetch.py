@@ -1,0 +1,201 @@
+"""Copy listed expert records from mapped host memory into slots: the GPU fetches what it has decided to fetch.
+
+Floor of `fetch`: the bytes of the list over the link. One bf16 record of 9.44 MB takes 173 us at 54.6 GB/s (the copy
+engine, PCIe 5 x16) and 184 us at 51.2 GB/s (a kernel that reads host memory); a 4-bit record of 2.507 MB 46 and 49 us.
+
+Schedule: a few programs share every record, in list order, by chunks in turn. A read over PCIe takes 1-2 us, so bytes
+in flight decide: a chunk of 8192 words on 8 warps is 8 loads of 16 bytes a thread before its first store, and 8
+programs have 262 KB under way where 51.2 GB/s needs about 100 KB. What is to spare hides what a program does between
+two records. The list is read on the device, so one captured launch serves any list; an empty one ends after one load.
+
+Publication: a program that stored its part of a record arrives at the record's counter; the last of them writes the
+copy's epoch to `landed`. Barrier, acquire-release count and release exchange make every program's stores visible to
+whoever reads that epoch with an acquire.
+
+A speculative record may be refuted while it is copied: then its slot's `copy_epoch` is no longer the entry's. Programs
+look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
+scalar atomic, as a load may be served from L1, and it is issued while the loads of a chunk are under way: its
+microsecond is theirs too. Were it not, one look in 4 chunks of 5 us (8 programs at 51.2 GB/s) would take 5 % of a
+program's time, and nothing of the link's until the bytes in flight to spare are used up. Nothing waits for another
+branch of a graph: programs look and go on. Stores to a refuted slot may still be under way when the planner gives it
+to another record; that record's fetch is a later launch of the same stream.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.fetch_reference import check_fetch
+
+ACCESS_BYTES = 16
+WORD_BYTES = 4
+
+
+@triton.jit
+def look(word_ptr):
+    """The int64 that another branch of the graph may write at any time, read where both meet: in L2.
+
+    Adding nothing, it compiles to an acquire load on NVIDIA GPUs: it never writes back what it read.
+    """
+    return tl.atomic_add(word_ptr, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def publish(arrivals_ptr, landed_ptr, epoch):
+    """Arrive; the last program of the grid writes `epoch` to `landed_ptr`, after all programs' stores.
+
+    The barrier comes first because one thread arrives for all: every warp must have stored by then.
+    """
+    tl.debug_barrier()
+    arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
+    if arrived == tl.num_programs(0) - 1:
+        tl.atomic_xchg(landed_ptr, epoch, sem="release", scope="gpu")
+
+
+@triton.jit
+def spin(word_ptr, turns):
+    """0, after about `turns` microseconds, for tests. Compilers remove a read whose result changes nothing.
+
+    `word_ptr` is never the least int64, but only the caller knows.
+    """
+    unseen = 0
+    for _ in range(turns):
+        unseen += (look(word_ptr) == -0x8000000000000000).to(tl.int32)
+    return unseen
+
+
+# Rows of tables have any alignment: told apart by it, each combination would be one more kernel to compile.
+@triton.jit(
+    do_not_specialize=["group", "delay"],
+    do_not_specialize_on_alignment=["keys_ptr", "slots_ptr", "epochs_ptr", "count_ptr", "arrivals_ptr", "moved_ptr"],
+)
+def _fetch_kernel(
+    keys_ptr,  # [R] int32
+    slots_ptr,  # [R] int32
+    epochs_ptr,  # [R] int64
+    count_ptr,  # [1] int32
+    arrivals_ptr,  # [R] int32
+    layer_base_ptr,  # [L] int64
+    buffer_ptr,  # [S, record_words] int32
+    copy_epoch_ptr,  # [S] int64
+    landed_ptr,  # [S] int64
+    moved_ptr,  # [1] int64
+    num_experts,
+    record_words,
+    group,
+    delay,  # or None
+    IS_SPECULATIVE: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    # Each entry is asked for before the record in front of it is copied, so that only the first one is waited for.
+    key, slot, epoch = tl.load(keys_ptr), tl.load(slots_ptr), tl.load(epochs_ptr)
+    count = tl.load(count_ptr)
+    num_chunks = tl.cdiv(record_words, CHUNK)
+    words = tl.arange(0, CHUNK)
+    moved_words = 0  # int32: a program moves less than 8 GB in a launch
+    for entry in range(0, count):
+        following = entry + 1
+        next_key = tl.load(keys_ptr + following, mask=following < count, other=0)
+        next_slot = tl.load(slots_ptr + following, mask=following < count, other=0)
+        next_epoch = tl.load(epochs_ptr + following, mask=following < count, other=0)
+        record = (key % num_experts).to(tl.int64) * record_words
+        source = tl.load(layer_base_ptr + key // num_experts) + record * 4
+        # An address from a table has no known alignment: without a promise, loads would be of one word.
+        source_ptr = tl.multiple_of(source.to(tl.pointer_type(tl.int32)), 16)
+        target_ptr = buffer_ptr + slot.to(tl.int64) * record_words
+        # Chunks are dealt out in turn over the whole list: the program after the last one goes first.
+        chunk = (program + entry * (programs - num_chunks % programs)) % programs
+        end = num_chunks
+        looked = 0
+        while chunk < end:
+            if delay is not None:
+                chunk += spin(copy_epoch_ptr + slot, delay)
+            offsets = chunk * CHUNK + words
+            inside = offsets < record_words
+            data = tl.load(source_ptr + offsets, mask=inside, other=0, cache_modifier=".cg")
+            if IS_SPECULATIVE:
+                if looked % group == 0:  # noqa: SIM102 - joined by `and`, it would look at every chunk
+                    if look(copy_epoch_ptr + slot) != epoch:
+                        end = -1
+                looked += 1
+                inside = inside & (offsets < end * CHUNK)  # nothing any more, once refuted
+            tl.store(target_ptr + offsets, data, mask=inside)
+            moved_words += tl.where(chunk < end, tl.minimum(record_words - chunk * CHUNK, CHUNK), 0)
+            chunk += programs
+        if end >= 0:
+            publish(arrivals_ptr + entry, landed_ptr + slot, epoch)
+        key, slot, epoch = next_key, next_slot, next_epoch
+    if moved_words > 0:
+        tl.atomic_add(moved_ptr, moved_words.to(tl.int64) * 4, sem="relaxed", scope="gpu")
+
+
+def fetch(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    epochs: torch.Tensor,
+    count: torch.Tensor,
+    arrivals: torch.Tensor,
+    layer_base: torch.Tensor,
+    num_experts: int,
+    record_bytes: int,
+    buffer: torch.Tensor,
+    copy_epoch: torch.Tensor,
+    landed: torch.Tensor,
+    moved: torch.Tensor,
+    is_speculative: bool,
+    programs: int = 8,
+    chunk_words: int = 8192,
+    chunks_per_look: int = 4,
+    num_warps: int = 8,
+    delay: int = 0,
+) -> None:
+    """Copy the first `count` listed records into their slots and publish each one's epoch in `landed`.
+
+    Entry r of the list, all on the device: keys [R] int32, layer · num_experts + expert; slots [R] int32, distinct;
+    epochs [R] int64; arrivals [R] int32, zero for each launch and `programs` for a published record after it. count [1]
+    int32, at most R. layer_base [L] int64: where the records of a layer begin, in memory that the device can read, at
+    multiples of 16 bytes; expert e's is `e · record_bytes` further. buffer [S, N], any dtype: N elements are one
+    record, a multiple of 256 bytes. copy_epoch and landed [S] int64. moved [1] int64: copied bytes are added to it.
+
+    With `is_speculative`, an entry whose slot has another copy_epoch than the entry is dropped, also halfway: every
+    program looks before it stores the first of `chunks_per_look` chunks. Of a dropped record `arrivals` stays below
+    `programs`, `moved` has the part that was copied, and `landed` is as it was.
+
+    `programs` and tiles change nothing but speed, and no program waits for another. `delay` (tests) spins about as many
+    microseconds before every chunk. Launches whose lists share a slot must be in stream order. Lists of any length,
+    position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
+    """
+    check_fetch(keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed)
+    check_tensor("moved", moved, (1,), (torch.int64,), buffer.device)
+    if buffer.data_ptr() % ACCESS_BYTES:
+        raise ValueError(f"buffer is at an address that is no multiple of {ACCESS_BYTES}")
+    if chunk_words & (chunk_words - 1) or chunk_words * WORD_BYTES < ACCESS_BYTES * 32 * num_warps:
+        raise ValueError(f"chunk_words is {chunk_words}, expected a power of two, 4 words or more for each thread")
+    for name, value, least in (("programs", programs, 1), ("chunks_per_look", chunks_per_look, 1), ("delay", delay, 0)):
+        if value < least:
+            raise ValueError(f"{name} is {value}, expected at least {least}")
+    if not len(keys) or not len(buffer):
+        return
+    _fetch_kernel[(programs,)](
+        keys,
+        slots,
+        epochs,
+        count,
+        arrivals,
+        layer_base,
+        buffer.view(torch.int32),
+        copy_epoch,
+        landed,
+        moved,
+        num_experts,
+        record_bytes // WORD_BYTES,
+        chunks_per_look,
+        delay or None,
+        IS_SPECULATIVE=is_speculative,
+        CHUNK=chunk_words,
+        num_warps=num_warps,
+    )

@@ -1,0 +1,86 @@
+"""What `fetch` does, one record after the other, on the host."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from tritonmoe_kernels.checks import check_tensor
+
+RECORD_ALIGNMENT = 256  # bytes: what expert stores align records to
+
+
+def fetch_ref(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    epochs: torch.Tensor,
+    count: torch.Tensor,
+    arrivals: torch.Tensor,
+    layer_base: torch.Tensor,
+    num_experts: int,
+    record_bytes: int,
+    buffer: torch.Tensor,
+    copy_epoch: torch.Tensor,
+    landed: torch.Tensor,
+    moved: torch.Tensor,
+    is_speculative: bool,
+    programs: int = 8,
+    chunk_words: int = 8192,
+    chunks_per_look: int = 4,
+    num_warps: int = 8,
+    delay: int = 0,
+) -> None:
+    """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.
+
+    `programs` is what `arrivals` counts up to; tiles and `delay` change nothing.
+    """
+    check_fetch(keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed)
+    check_tensor("moved", moved, (1,), (torch.int64,), buffer.device)
+    rows = buffer.view(torch.uint8)
+    for entry in range(int(count)):
+        slot, epoch = int(slots[entry]), int(epochs[entry])
+        if is_speculative and int(copy_epoch[slot]) != epoch:
+            continue
+        layer, expert = divmod(int(keys[entry]), num_experts)
+        record = ctypes.string_at(int(layer_base[layer]) + expert * record_bytes, record_bytes)
+        rows[slot] = torch.frombuffer(bytearray(record), dtype=torch.uint8).to(rows.device)
+        arrivals[entry] += programs
+        landed[slot] = epoch
+        moved += record_bytes
+
+
+def check_fetch(
+    keys: torch.Tensor,
+    slots: torch.Tensor,
+    epochs: torch.Tensor,
+    count: torch.Tensor,
+    arrivals: torch.Tensor,
+    layer_base: torch.Tensor,
+    num_experts: int,
+    record_bytes: int,
+    buffer: torch.Tensor,
+    copy_epoch: torch.Tensor,
+    landed: torch.Tensor,
+) -> None:
+    """Check what `fetch` and its reference share."""
+    device, size = buffer.device, len(keys)
+    check_tensor("buffer", buffer, (None, None), (buffer.dtype,), device)
+    for name, tensor, shape, dtype in (
+        ("keys", keys, (None,), torch.int32),
+        ("slots", slots, (size,), torch.int32),
+        ("epochs", epochs, (size,), torch.int64),
+        ("count", count, (1,), torch.int32),
+        ("arrivals", arrivals, (size,), torch.int32),
+        ("layer_base", layer_base, (None,), torch.int64),
+        ("copy_epoch", copy_epoch, (len(buffer),), torch.int64),
+        ("landed", landed, (len(buffer),), torch.int64),
+    ):
+        check_tensor(name, tensor, shape, (dtype,), device)
+    if num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts}, expected at least 1")
+    if record_bytes < 1 or record_bytes % RECORD_ALIGNMENT:
+        raise ValueError(f"record_bytes is {record_bytes}, expected a multiple of {RECORD_ALIGNMENT}")
+    row_bytes = buffer.shape[1] * buffer.element_size()
+    if row_bytes != record_bytes:
+        raise ValueError(f"a row of buffer has {row_bytes} bytes, expected those of a record, {record_bytes}")

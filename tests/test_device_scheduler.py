@@ -1,0 +1,324 @@
+"""Decode steps that plan and fetch on the device give the bits of experts that are all there.
+
+On a CPU the references stand in for the kernels, so that the whole of it is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_offload import DEVICE, POLICIES, SPECS, STEPS, Offloaded, make_spec, noise
+
+from tritonmoe.decode_runner import DecodeRunner
+from tritonmoe.device_scheduler import RoutingTables
+from tritonmoe.kv_cache import KVCache
+from tritonmoe.model import Decoder
+from tritonmoe.policy import Policy, minimum_slots, resolve
+from tritonmoe.sampling import SamplingParams
+from tritonmoe.spec import ModelSpec
+from tritonmoe.weights import ModelWeights
+from tritonmoe_kernels.planner_state import check_integrity
+
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
+FETCH_DELAY = 200_000  # clock cycles between chunks, about 0.1 ms
+
+
+def generate(decoder: Decoder, batch: int, steps: int = STEPS, prompt_length: int = 9) -> torch.Tensor:
+    """Logits [1 + steps, B, V] of a prompt and greedy steps after it, planned on the device where that is on."""
+    spec = decoder.spec
+    cache = KVCache.allocate(spec, batch, prompt_length + steps + 1, DEVICE, torch.float32)
+    prompt = torch.randint(spec.vocab_size, (batch, prompt_length), generator=torch.Generator().manual_seed(batch))
+    decoder.experts.begin()
+    logits = [decoder.prefill(prompt.to(DEVICE), 0, cache)]
+    decoder.experts.begin_decode(batch)
+    for i in range(steps):
+        positions = torch.full((batch,), prompt_length + i, device=DEVICE)
+        logits.append(decoder.decode(logits[-1].argmax(-1), positions, cache, prompt_length + i + 1))
+    return torch.stack(logits)
+
+
+def on_device(spec: ModelSpec, weights: ModelWeights, num_slots: int, policy: Policy, **options: Any) -> Offloaded:
+    offloaded = Offloaded(spec, weights, num_slots, policy, **options)
+    offloaded.store.pin()
+    offloaded.experts._plan_on_device = True
+    offloaded.experts._buffer.fill_(float("nan"))  # what is computed with before it has arrived shows
+    return offloaded
+
+
+def check(offloaded: Offloaded) -> None:
+    """The planner's state is whole, and every byte that was counted was moved."""
+    experts = offloaded.experts
+    assert not experts.needs_host, "the host planned these steps"
+    for device in experts._devices.values():
+        check_integrity(device.state)
+    experts.settle()
+    experts.scheduler.check_integrity()
+    for layer in experts.counters.layers:
+        assert layer.routed == layer.hits + layer.late + layer.demand
+        assert 0 <= layer.cancelled_bytes <= layer.cancelled * experts.counters.record_bytes
+        assert layer.prefetched >= layer.prefetched_used + layer.prefetched_wasted + layer.cancelled
+
+
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bits_of_the_resident_run(name: str, policy: str, batch: int) -> None:
+    spec = make_spec(name)
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), batch)
+    everything = sum(moe.num_experts for moe in spec.moe_layers.values())
+    least = minimum_slots(spec, POLICIES[policy], batch)
+    for num_slots in sorted({least, least + 1, max(least, everything // 2), max(least, everything)}):
+        offloaded = on_device(spec, weights, num_slots, POLICIES[policy])
+        assert torch.equal(generate(offloaded.decoder, batch), expected), f"{num_slots} slots"
+        check(offloaded)
+        offloaded.experts.close()
+
+
+class Postponed:
+    """Fetches ahead that are made when the next demand is, so that they are late, or taken back before."""
+
+    def __init__(self, fetch: Callable[..., None]) -> None:
+        self._fetch = fetch
+        self._waiting: list[Callable[[], None]] = []
+
+    def __call__(self, *arguments: Any, is_speculative: bool) -> None:
+        if is_speculative:
+            self._waiting.append(functools.partial(self._fetch, *arguments, is_speculative=True))
+            return
+        for fetch in self._waiting:
+            fetch()
+        self._waiting.clear()
+        self._fetch(*arguments, is_speculative=False)
+
+
+@pytest.mark.parametrize("policy", ["on-demand", "quasi-hidden", "lookahead", "previous-token"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_late_and_refuted_copies(policy: str, batch: int) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), batch)
+    least = minimum_slots(spec, POLICIES[policy], batch)
+    offloaded = on_device(spec, weights, least, POLICIES[policy])
+    ops = offloaded.experts._ops
+    slow = functools.partial(ops.fetch, delay=FETCH_DELAY) if DEVICE.type == "cuda" else Postponed(ops.fetch)
+    offloaded.experts._ops = ops._replace(fetch=slow)
+    for _ in range(2):
+        assert torch.equal(generate(offloaded.decoder, batch), expected)
+        check(offloaded)
+    total = offloaded.experts.counters.total()
+    if DEVICE.type == "cpu" and policy == "lookahead" and batch == 1:
+        assert total.late > 0
+        assert total.cancelled > 0
+
+
+@pytest.mark.parametrize("gate", ["speculated", "routed"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_speculated_execution_is_that_of_the_host(gate: str, batch: int) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    policy = resolve("router-pf", gate=gate)
+    host = Offloaded(spec, weights, 32, policy)
+    host.experts._plan_on_device = False
+    expected = generate(host.decoder, batch)
+    for num_slots in (minimum_slots(spec, policy, batch), 32):
+        offloaded = on_device(spec, weights, num_slots, policy)
+        assert torch.equal(generate(offloaded.decoder, batch), expected)
+        check(offloaded)
+
+
+@pytest.mark.parametrize("policy", ["quasi-hidden", *(["on-demand"] if DEVICE.type == "cuda" else [])])
+def test_a_thousand_steps_with_the_fewest_slots(policy: str) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    steps = 2000 if DEVICE.type == "cuda" else 1000
+    expected = generate(Decoder(spec, weights), 1, steps)
+    offloaded = on_device(spec, weights, minimum_slots(spec, POLICIES[policy]), POLICIES[policy])
+    assert torch.equal(generate(offloaded.decoder, 1, steps), expected)
+    offloaded.experts.report()
+    assert offloaded.experts.counters.tokens == steps
+    check(offloaded)
+
+
+def test_without_a_cache_every_layer_fetches_its_experts() -> None:
+    """k records per layer and token, the last layer included, where nothing can be reused."""
+    spec = make_spec("qwen3")
+    offloaded = on_device(spec, noise(spec), 2, POLICIES["on-demand"])
+    generate(offloaded.decoder, 1, prompt_length=1, steps=5)
+    check(offloaded)
+    for layer in offloaded.experts.counters.layers:
+        assert (layer.demand, layer.hits, layer.prefetched) == (2 * 5, 0, 0)
+    assert offloaded.experts.counters.tokens == 5
+
+
+def test_what_was_left_by_one_generation_serves_the_next() -> None:
+    """Slots pass between the host's pool and the device: prefill finds what decoding fetched, and the other way."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = on_device(spec, weights, 32, POLICIES["on-demand"])
+    for batch in (1, 2, 1):
+        assert torch.equal(generate(offloaded.decoder, batch), generate(Decoder(spec, weights), batch))
+    check(offloaded)
+    assert offloaded.experts.counters.total().demand == 0
+    assert offloaded.experts.prefill_counters.total().demand == 0
+
+
+def test_two_generations_with_the_pool_resized_between() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = on_device(spec, weights, 5, POLICIES["quasi-hidden"])
+    for num_slots in (None, 4, 20):
+        if num_slots is not None:
+            offloaded.experts.resize(num_slots)
+        assert torch.equal(generate(offloaded.decoder, 1), expected)
+        check(offloaded)
+
+
+@pytest.mark.parametrize(
+    "name", ["find_resident", "plan_demand", "plan_prefetch", "fetch", "expert_gemm", "count_recall"]
+)
+def test_interrupted_between_launches(name: str) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = on_device(spec, weights, 6, POLICIES["quasi-hidden"])
+    experts, ops = offloaded.experts, offloaded.experts._ops
+    for calls in (1, 2, 5, 14):
+        left = calls
+
+        def interrupted(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return getattr(ops, name)(*arguments, **options)
+
+        experts._ops = ops._replace(**{name: interrupted})
+        experts._devices.clear()
+        with pytest.raises(KeyboardInterrupt):
+            generate(offloaded.decoder, 1)
+        experts._ops = ops
+        experts.settle()
+        experts._devices.clear()
+        assert torch.equal(generate(offloaded.decoder, 1), expected)
+        check(offloaded)
+
+
+@pytest.mark.parametrize("fill", ["none", "default-vector"])
+def test_miss_tolerance_leaves_out_what_the_host_would(fill: str) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    defaults = torch.randn(4, 8, spec.hidden_size, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+    results, left_out = [], []
+    for plan_on_device in (False, True):
+        policy = resolve("on-demand", miss_tolerance=0.45, miss_fill=fill)
+        offloaded = on_device(spec, weights, 2, policy)
+        offloaded.experts._plan_on_device, offloaded.experts._defaults = plan_on_device, defaults
+        results.append(generate(offloaded.decoder, 1))
+        offloaded.experts.report()
+        left_out.append(offloaded.experts.counters.total().left_out)
+    assert left_out[0] == left_out[1] > 0
+    assert torch.equal(*results)
+
+
+def test_recall_is_counted_as_the_host_counts_it() -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    recalls = []
+    for plan_on_device in (False, True):
+        offloaded = on_device(spec, weights, 32, POLICIES["quasi-hidden"])
+        offloaded.experts._plan_on_device = plan_on_device
+        generate(offloaded.decoder, 2)
+        offloaded.experts.report()
+        total = offloaded.experts.counters.total()
+        recalls.append((total.speculated, total.speculated_right, total.speculated_routed))
+        assert total.gate_mass_recall == pytest.approx(total.gate_mass_right / total.gate_mass)
+        recalls[-1] += (round(total.gate_mass_recall or 0, 5),)
+    assert recalls[0] == recalls[1]
+
+
+def test_routing_tables_take_the_place_of_routers() -> None:
+    """Experts of a table that repeats itself are fetched once each, whatever the routers say."""
+    spec = make_spec("qwen3")
+    offloaded = on_device(spec, noise(spec), 20, POLICIES["quasi-hidden"])
+    ids = torch.tensor([[0, 5], [7, 1]], dtype=torch.int32, device=DEVICE)
+    table = ids[:, None, None].expand(2, 4, 1, 2).contiguous()
+    offloaded.experts._tables = RoutingTables(table, table)
+    generate(offloaded.decoder, 1, steps=6, prompt_length=1)
+    check(offloaded)
+    total = offloaded.experts.counters.total()
+    assert total.routed == 6 * 4 * 2
+    assert total.demand + total.prefetched <= 4 * 4
+    assert total.prefetched_wasted == 0
+
+
+@pytest.mark.parametrize("prefetch", ["auto", "always"])
+def test_prefetching_that_only_wastes_is_stopped(prefetch: str) -> None:
+    """Foretold are experts that are never routed; no more is fetched ahead than what it takes to see that."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = on_device(spec, weights, 6, resolve("exact", prefetch=prefetch))
+    steps = torch.arange(4)
+    routed = torch.stack([steps % 2, steps % 2 + 2], dim=-1)[:, None, None].expand(4, 4, 1, 2)
+    foretold = routed + 4
+    tables = (table.int().contiguous().to(DEVICE) for table in (routed, foretold))
+    offloaded.experts._tables = RoutingTables(*tables)
+    cache = KVCache.allocate(spec, 1, 300, DEVICE, torch.float32)
+    runner = DecodeRunner(offloaded.decoder, cache, spec.vocab_size)
+    offloaded.experts.begin()
+    runner.begin([[1]], [SamplingParams()])
+    for _ in range(250):
+        runner.launch()
+        runner.tokens()
+    report = offloaded.experts.report()
+    check(offloaded)
+    total = offloaded.experts.counters.total()
+    assert total.prefetched_used == 0
+    if prefetch == "always":
+        assert total.prefetched >= 250 * 3
+        assert "stopped" not in report[-1]
+    else:
+        assert total.prefetched <= 3 * (64 + 2 * 2 * 33)
+        assert "stopped for 3 of 4 layers (1, 2, 3)" in report[-1]
+
+
+def test_the_host_plans_where_the_device_cannot(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    few = on_device(spec, weights, 3, POLICIES["quasi-hidden"])
+    assert torch.equal(generate(few.decoder, 1), expected)
+    assert few.experts.needs_host
+    monkeypatch.setattr("tritonmoe.offload.device_addresses", lambda store, device: "there is no way")
+    unmapped = on_device(spec, weights, 32, POLICIES["quasi-hidden"])
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(generate(unmapped.decoder, 1), expected)
+    assert unmapped.experts.needs_host
+    assert [record.getMessage() for record in caplog.records] == [
+        "the host plans every decode step, which is slower: there is no way"
+    ]
+
+
+def test_a_slot_without_its_copy_shows() -> None:
+    """The check on the checks: a fetch that is left out changes the result."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = on_device(spec, weights, 4, POLICIES["on-demand"])
+    ops, calls = offloaded.experts._ops, 0
+
+    def forgetful(*arguments: Any, **options: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls != 7:
+            ops.fetch(*arguments, **options)
+
+    offloaded.experts._ops = ops._replace(fetch=forgetful)
+    assert not torch.equal(generate(offloaded.decoder, 1), expected)
