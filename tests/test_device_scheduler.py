@@ -181,7 +181,7 @@ def test_two_generations_with_the_pool_resized_between() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["find_resident", "plan_demand", "plan_prefetch", "fetch", "expert_gemm", "count_recall"]
+    "name", ["norm_router", "plan_demand", "plan_prefetch", "fetch", "expert_gemm", "count_recall"]
 )
 def test_interrupted_between_launches(name: str) -> None:
     spec = make_spec("qwen3")

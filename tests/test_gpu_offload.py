@@ -51,6 +51,7 @@ def uncaptured(engine: Engine, batch: int = 1) -> None:
     engine._idle[batch] = DecodeRunner(engine.decoder, cache, engine.tokenizer.vocab_size, capture=False)
 
 
+@pytest.mark.parametrize("plan_on_device", [False, True])
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -61,9 +62,12 @@ def uncaptured(engine: Engine, batch: int = 1) -> None:
         {"policy": "router-pf", "gate": "routed"},
     ],
 )
-def test_captured_steps_draw_what_uncaptured_ones_do(overrides: dict[str, object]) -> None:
+def test_captured_steps_draw_what_uncaptured_ones_do(overrides: dict[str, object], plan_on_device: bool) -> None:
     overrides = dict(overrides)
     engine = offloaded_engine(policy=str(overrides.pop("policy", "exact")), **overrides)
+    experts = engine.decoder.experts
+    assert isinstance(experts, OffloadedExperts)
+    experts._plan_on_device = plan_on_device
     captured = engine.generate(PROMPTS[0], GREEDY).token_ids
     counted = engine.decoder.experts.report()
     uncaptured(engine)
@@ -93,6 +97,7 @@ def test_interrupted_between_two_pieces(engine: Engine, name: str, monkeypatch: 
     offloaded = offloaded_engine()
     experts = offloaded.decoder.experts
     assert isinstance(experts, OffloadedExperts)
+    experts._plan_on_device = False
     expected = engine.generate(PROMPTS[0], GREEDY).token_ids
     offloaded.generate(PROMPTS[0], GREEDY)
     for after in (3, 40, 101):

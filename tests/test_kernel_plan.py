@@ -132,7 +132,7 @@ class Session:
         ):
             out = [poisoned(*topk_ids.shape, dtype=torch.int32).to(device) for _ in range(3)]
             given, table = self.given(topk_ids, layer, device)
-            find(state, layer, given, out[0], table)
+            find(given, state.residency(layer, out[0], table))
             plan(state, layer, given, weights.to(device), *out, case.miss_tolerance, case.eviction)
             results.append([slots.cpu() for slots in out])
         for actual, expected in zip(results[0], results[-1], strict=True):
@@ -278,7 +278,7 @@ def demand(state: PlannerState, layer: int, ids: list[int], **options: Any) -> l
     out = [poisoned(1, len(ids), dtype=torch.int32) for _ in range(3)]
     weights = torch.tensor([options.pop("weights", [1.0] * len(ids))], device=DEVICE)
     topk_ids = torch.tensor([ids], dtype=torch.int32, device=DEVICE)
-    find_resident(state, layer, topk_ids, out[0])
+    find_resident(topk_ids, state.residency(layer, out[0]))
     plan_demand(state, layer, topk_ids, weights, *out, **options)
     check_integrity(state)
     return [slots[0].tolist() for slots in out]
@@ -291,7 +291,7 @@ def test_what_lands_after_it_was_looked_for_is_missing(plan: Any) -> None:
     demand(state, 0, [1, 2])
     ids = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
     out = [poisoned(1, 2, dtype=torch.int32) for _ in range(3)]
-    find_resident(state, 0, ids, out[0])
+    find_resident(ids, state.residency(0, out[0]))
     land_all(state)
     plan(state, 0, ids, None, *out)
     hits, misses, everything = (slots[0].tolist() for slots in out)
@@ -453,9 +453,9 @@ def test_one_call_on_any_state(seed: int) -> None:
         out, expected_out = (
             [poisoned(tokens, 4, dtype=torch.int32).to(device) for _ in range(3)] for device in (DEVICE, CPU)
         )
-        find_resident(actual, layer, ids.to(DEVICE), out[0])
+        find_resident(ids.to(DEVICE), actual.residency(layer, out[0]))
         plan_demand(actual, layer, ids.to(DEVICE), None, *out)
-        find_resident_ref(expected, layer, ids, expected_out[0])
+        find_resident_ref(ids, expected.residency(layer, expected_out[0]))
         plan_demand_ref(expected, layer, ids, None, *expected_out)
         assert all(torch.equal(slots.cpu(), same) for slots, same in zip(out, expected_out, strict=True))
         taken = expected.demand_slot[layer, : expected.num_demand[layer]].long()

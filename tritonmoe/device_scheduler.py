@@ -2,11 +2,11 @@
 
 Three branches of one captured step, T tokens:
 
-    main   router(l) -> find_resident(l) -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> combine -> …
-    side   after find_resident(l): plan_demand(l) -> guesses for later layers -> plan_prefetch of each
+    main   router(l), which says what is there -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> …
+    side   after router(l): plan_demand(l) -> guesses for later layers -> plan_prefetch of each
     fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
 
-find_resident(l + 1) comes after the side branch of layer l: whatever changes the planner's state is one chain. What
+router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
 plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1.
 
 The two copies of the pool's state, the host's `SlotPool` and this one, take turns: `load` before a generation's decode
@@ -31,7 +31,7 @@ from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
 from tritonmoe_kernels.planner_state import HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
-from tritonmoe_kernels.routing import NormRouterOutput
+from tritonmoe_kernels.routing import NormRouterOutput, Residency
 
 GUARD_STEPS = 32  # between two looks of the guard
 
@@ -209,15 +209,20 @@ class DeviceScheduler:
         event.record()
         return landing, event
 
-    def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
+    def residency(self, layer_id: int) -> Residency:
+        """For whatever chooses the layer's experts, to see which are there; once the side branch is joined."""
+        table = None if self._tables is None else self._tables.routed
+        return self.state.residency(layer_id, self._slot_ids[layer_id, 0], table)
+
+    def plan(self, layer_id: int, routed: NormRouterOutput, is_found: bool) -> SlotIds:
         """Give every routed expert a slot, and fetch what is missing; both beside the experts that are there.
 
-        `hits` of the result can be computed with at once, the others behind `await_demand`.
+        `is_found`: the router was given the layer's `residency`. `hits` of the result can be computed with at once, the
+        others behind `await_demand`.
         """
-        self.join()
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
-        table = None if self._tables is None else self._tables.routed
-        self._ops.find_resident(state, layer_id, routed.topk_ids, ids.hits, table)
+        if not is_found:
+            self._ops.find_resident(routed.topk_ids, self.residency(layer_id))
         self._kept = routed
         with self._side.fork():
             self._ops.plan_demand(
@@ -234,7 +239,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def beside(self, layer_id: int, routed: NormRouterOutput) -> Iterator[None]:
-        """The side branch of a layer, in which `look_ahead` is called; it is joined by the next `plan` or `join`."""
+        """The side branch of a layer, in which `look_ahead` is called, until the next `join`."""
         with self._side.fork():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":

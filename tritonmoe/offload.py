@@ -294,15 +294,16 @@ class OffloadedExperts(Experts):
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
         is_first = layer_id == self._moe_layers[0]
+        device = None if is_prefill else self._device
+        if device is not None:
+            device.join()  # what follows reads what was planned, and guesses made, beside the last layer
         if is_first or is_prefill or self.policy.execute == "routed":
-            return self._true_routing(layer_id, residual, delta)
+            return self._true_routing(layer_id, residual, delta, None if device is None else device.residency(layer_id))
         if guess is None:
             raise InputError(
                 f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
                 "use fewer, or --execute routed"
             )
-        if self._device is not None:
-            self._device.join()  # the guess was made on its side branch
         spec, weights = self._moe(layer_id)
         if self.policy.gate == "routed":
             routed = self._true_routing(layer_id, residual, delta)
@@ -370,7 +371,8 @@ class OffloadedExperts(Experts):
     def _compute_on_device(
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
-        ids = device.plan(layer_id, routed)
+        is_found = layer_id == self._moe_layers[0] or self.policy.execute == "routed"  # by the router's kernel
+        ids = device.plan(layer_id, routed, is_found)
         with device.beside(layer_id, routed):
             guesses = self.predictor.guess(layer_id, routed)
             device.look_ahead(layer_id, {later: guess.ids for later, guess in guesses.items()})
@@ -381,7 +383,7 @@ class OffloadedExperts(Experts):
         hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
         self._run_half("gate_up", layer_id, routed.x, ids.hits, hidden)
         device.await_demand()
-        self._run_half("gate_up", layer_id, routed.x, ids.misses, hidden, after_join=True)
+        self._run_half("gate_up", layer_id, routed.x, ids.misses, hidden)
         self._run_half("down", layer_id, routed.x, ids.all, hidden, out)
         if layer_id == self._moe_layers[-1]:
             device.end()
@@ -394,7 +396,6 @@ class OffloadedExperts(Experts):
         slot_ids: torch.Tensor,
         hidden: torch.Tensor,
         out: torch.Tensor | None = None,
-        after_join: bool = False,
     ) -> None:
         """`_run_slots` by halves: what `hidden` [T, K, I] has of an expert is all that the second half needs."""
         slots, (spec, _) = self._slots, self._moe(layer_id)
@@ -412,7 +413,6 @@ class OffloadedExperts(Experts):
             hidden,
             form="decode",
             part=part,
-            after_join=after_join,
         )
 
     def _fill(self, layer_id: int, topk_ids: torch.Tensor, out: torch.Tensor) -> None:

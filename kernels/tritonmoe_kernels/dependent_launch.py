@@ -36,14 +36,13 @@ def release_dependents(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-def launch_options(device: torch.device, after_join: bool = False) -> dict[str, Any]:
+def launch_options(device: torch.device) -> dict[str, Any]:
     """Launch arguments of a kernel with a PDL parameter.
 
-    `after_join`: it comes after launches of several streams, of which a dependent launch would await only the last. It
-    then begins when all have ended, as an ordinary launch, and still lets the next one begin early.
+    Where several streams are joined before a launch it awaits all of them, so this holds there as well: each of them
+    has ended, or was released and is awaited.
     """
-    options = _options(device.type, device.index)
-    return {"PDL": options["PDL"]} if after_join else options
+    return _options(device.type, device.index)
 
 
 @functools.cache

@@ -298,7 +298,6 @@ def expert_gemm(
     num_experts: int | None = None,
     form: str | None = None,
     part: str | None = None,
-    after_join: bool = False,
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -307,8 +306,7 @@ def expert_gemm(
     wide), each matrix is contiguous. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
     passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
     `part` "gate_up" (which returns `hidden`) or "down" runs that half alone of the decode form: experts that arrive
-    late are put through gate_up when they are there, and then all through down. `after_join`: the launch before
-    this one may be in another stream, so it is no dependent launch.
+    late are put through gate_up when they are there, and then all through down.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
@@ -327,9 +325,9 @@ def expert_gemm(
         return out
     if form == "decode":
         if part != "down":
-            _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, after_join)
+            _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden)
         if part != "gate_up":
-            _down_decode(slot_ids, down, down_bias, out, hidden, after_join and part == "down")
+            _down_decode(slot_ids, down, down_bias, out, hidden)
     else:
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device)
         blocks = sort_tokens(slot_ids, gate_up.shape[0], launch["block_m"], num_experts)
@@ -378,7 +376,7 @@ def combine(
     return out
 
 
-def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, after_join) -> None:
+def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> None:
     tokens, top_k = slot_ids.shape
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
     launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), tokens, x.device)
@@ -400,11 +398,11 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, afte
         BLOCK_K=min(launch["block_k"], next_power_of_2(hidden_size)),
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        **launch_options(x.device, after_join),
+        **launch_options(x.device),
     )
 
 
-def _down_decode(slot_ids, down, bias, out, hidden, after_join) -> None:
+def _down_decode(slot_ids, down, bias, out, hidden) -> None:
     tokens, top_k = slot_ids.shape
     _, hidden_size, intermediate = down.shape
     launch = launch_config("expert_down_decode", hidden.dtype, (hidden_size, intermediate), tokens, hidden.device)
@@ -422,7 +420,7 @@ def _down_decode(slot_ids, down, bias, out, hidden, after_join) -> None:
         BLOCK_K=min(launch["block_k"], next_power_of_2(intermediate)),
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        **launch_options(hidden.device, after_join),
+        **launch_options(hidden.device),
     )
 
 

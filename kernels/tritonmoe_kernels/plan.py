@@ -30,6 +30,7 @@ import triton.language as tl
 from tritonmoe_kernels import planner_state
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.planner_state import Counter, Header, PlannerState, check_demand, check_prefetch
+from tritonmoe_kernels.residency import look
 from tritonmoe_kernels.tiles import next_power_of_2
 
 WINDOW = 32  # queue entries looked at together, and ids compared with all others at a time
@@ -86,16 +87,6 @@ def table_row(state, table_ptr, layer, table_steps, L: tl.constexpr, PAIRS: tl.c
     """Where the ids of this step and layer are in a table [steps, L, PAIRS]."""
     step = tl.load(state.header + STEP) % table_steps
     return table_ptr + (step * L + layer) * PAIRS
-
-
-@triton.jit
-def look(landed_ptrs, mask, SEM: tl.constexpr):
-    """Epochs that a fetch kernel may write at any time, the same for every thread.
-
-    A load would be done once by every warp, or once more in another layout, and the copies of a value could differ; of
-    an atomic addition there is one, whose result is handed round. It adds nothing, so it takes nothing back either.
-    """
-    return tl.atomic_add(landed_ptrs, 0, mask=mask, sem=SEM, scope="gpu")
 
 
 @triton.jit
@@ -518,7 +509,7 @@ def plan_demand(
         **_refill_tiles(state.queue_capacity, num_warps),
         WINDOW=WINDOW,
         num_warps=num_warps,
-        **launch_options(topk_ids.device, after_join=True),  # of the branch that routed and that which planned
+        **launch_options(topk_ids.device),
     )
 
 

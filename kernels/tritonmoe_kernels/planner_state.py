@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 
 from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.routing import Residency
 from tritonmoe_kernels.tiles import next_power_of_2
 
 EVICTIONS = ("lru", "lfu")
@@ -97,6 +98,13 @@ class PlannerState(NamedTuple):
     def queue_capacity(self) -> int:
         """F: what a refill finds at most, a power of two."""
         return len(self.queue_slot) // 2
+
+    def residency(self, layer: int, hit_ids: torch.Tensor, table: torch.Tensor | None = None) -> Residency:
+        """What tells `norm_router` and `find_resident` of a layer's slots; `table` [steps, L, T, K] replaces ids."""
+        if table is None:
+            return Residency(hit_ids, self.slot_of[layer], self.copy_epoch, self.landed)
+        step = self.header[Header.STEP : Header.STEP + 1]
+        return Residency(hit_ids, self.slot_of[layer], self.copy_epoch, self.landed, table[:, layer], step)
 
     @classmethod
     def allocate(
