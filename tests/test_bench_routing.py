@@ -288,7 +288,7 @@ def sample_trace(num_layers: int) -> tuple[list[dict[str, Any]], list[timeline.L
         for layer in range(num_layers):
             start = 1e6 * step + 100.0 * layer
             for name, begin, duration in (
-                ("_find_resident_kernel", 0, 2), ("_gate_up_decode_kernel", 2, 20), ("_plan_demand_kernel", 2, 4),
+                ("_norm_router_kernel", 0, 2), ("_gate_up_decode_kernel", 2, 20), ("_plan_demand_kernel", 2, 4),
                 ("_fetch_kernel", 6, 30), ("_speculate_kernel", 6, 4), ("_plan_prefetch_kernel", 10, 5),
                 ("_linear_kernel", 60, 20),
             ):  # fmt: skip
@@ -309,7 +309,7 @@ def test_timeline_of_a_trace() -> None:
     found = timeline.step_events(events, launches, layers)
     assert len(found) == len(events) // 2
     assert found[0] == {
-        "lane": "compute", "kernel": "_find_resident_kernel", "layer": 0, "start_us": 0.0, "duration_us": 2.0,
+        "lane": "compute", "kernel": "_norm_router_kernel", "layer": 0, "start_us": 0.0, "duration_us": 2.0,
         "records": [],
     }  # fmt: skip
     lanes = {event["kernel"]: event["lane"] for event in found}

@@ -39,7 +39,7 @@ from tritonmoe.operations import operations
 
 LAYERS = 3
 PROFILED_STEPS = 4
-LAYER_BEGINS = "_find_resident_kernel"
+LAYER_BEGINS = "_norm_router_kernel"
 FETCHES = "_fetch_kernel"
 PLANS = ("_plan_demand_kernel", "_plan_prefetch_kernel", "_speculate_kernel", "_count_recall_kernel")
 

@@ -1,9 +1,10 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Three branches of one captured step, T tokens:
+Four branches of one captured step, T tokens:
 
     main   router(l), which says what is there -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> …
-    side   after router(l): plan_demand(l) -> guesses for later layers -> plan_prefetch of each
+    guess  after router(l): what later layers will want
+    side   after router(l): plan_demand(l) -> [guess] -> plan_prefetch of each
     fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
@@ -85,7 +86,9 @@ class DeviceScheduler:
         self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
         self._recall = torch.zeros(num_layers, 5, dtype=torch.int64, device=device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
-        self._side, self._fetch = _branch(device, priority=0), _branch(device, priority=-1)
+        # Before the main branch, whose next kernel has more programs than fit at once: a program of another branch
+        # would wait for most of them, 9 us before a plan could begin.
+        self._side, self._guess, self._fetch = (_branch(device, priority=-1) for _ in range(3))
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -223,7 +226,6 @@ class DeviceScheduler:
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
         if not is_found:
             self._ops.find_resident(routed.topk_ids, self.residency(layer_id))
-        self._kept = routed
         with self._side.fork():
             self._ops.plan_demand(
                 state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction
@@ -238,29 +240,32 @@ class DeviceScheduler:
         self._fetch.join(self._demand)
 
     @contextlib.contextmanager
-    def beside(self, layer_id: int, routed: NormRouterOutput) -> Iterator[None]:
-        """The side branch of a layer, in which `look_ahead` is called, until the next `join`."""
-        with self._side.fork():
-            foretold = self._foretold.pop(layer_id, None)
-            if foretold is not None and self._tables is None and self._policy.execute == "routed":
-                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id])
+    def guessing(self, routed: NormRouterOutput) -> Iterator[None]:
+        """What is launched inside makes the guesses for `look_ahead`; `routed` is held until the next `join`."""
+        self._kept = routed
+        with self._guess.fork():
             yield
-            if self._policy.predictor == "previous-token":
-                self._last_ids[layer_id].copy_(routed.topk_ids)
 
-    def look_ahead(self, layer_id: int, guesses: dict[int, torch.Tensor]) -> None:
-        """Fetch ahead what is foretold, ids [T, M] by later layer."""
+    def look_ahead(self, layer_id: int, routed: NormRouterOutput, guesses: dict[int, torch.Tensor]) -> None:
+        """Fetch ahead what is foretold, ids [T, M] by later layer; after the layer's `plan`."""
         later = [layer for layer in self._moe_layers if layer > layer_id]
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed, table = self._batch * self._top_k, None if self._tables is None else self._tables.foretold
-        for target, ids in guesses.items():
-            distance = later.index(target) + 1
-            state = self._ahead[distance - 1]
-            self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
-            with self._fetch.fork():
-                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
-            self._foretold[target] = ids
+        with self._side.fork():
+            self._guess.join()
+            for target, ids in guesses.items():
+                distance = later.index(target) + 1
+                state = self._ahead[distance - 1]
+                self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
+                with self._fetch.fork():
+                    self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
+            foretold = self._foretold.pop(layer_id, None)
+            if foretold is not None and self._tables is None and self._policy.execute == "routed":
+                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id])
+            if self._policy.predictor == "previous-token":
+                self._last_ids[layer_id].copy_(routed.topk_ids)
+        self._foretold.update(guesses)
 
     def join(self) -> None:
         """Order what is launched from here on behind the side branch."""

@@ -372,12 +372,12 @@ class OffloadedExperts(Experts):
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
         is_found = layer_id == self._moe_layers[0] or self.policy.execute == "routed"  # by the router's kernel
-        ids = device.plan(layer_id, routed, is_found)
-        with device.beside(layer_id, routed):
+        with device.guessing(routed):
             guesses = self.predictor.guess(layer_id, routed)
-            device.look_ahead(layer_id, {later: guess.ids for later, guess in guesses.items()})
-            if self.policy.execute == "speculated":
-                self._guesses = dict(guesses)
+        if self.policy.execute == "speculated":
+            self._guesses = dict(guesses)
+        ids = device.plan(layer_id, routed, is_found)
+        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
         hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
