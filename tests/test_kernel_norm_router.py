@@ -10,8 +10,6 @@ from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned,
 
 from tritonmoe_kernels.norm_router import NormRouterOutput, Routing, add_rms_norm, norm_router, route_topk
 from tritonmoe_kernels.references import add_rms_norm_ref, norm_router_ref, route_topk_ref
-from tritonmoe_kernels.residency import find_resident
-from tritonmoe_kernels.routing import Residency
 
 pytestmark = KERNEL_MARKS
 
@@ -211,42 +209,6 @@ def test_in_place_residual() -> None:
     assert out is residual
     assert_close(residual, expected)
     assert_close(actual, x)
-
-
-@pytest.mark.parametrize("has_table", [False, True])
-@pytest.mark.parametrize("name", ["softmax", "sigmoid_groups", "topk_softmax"])
-def test_says_which_of_the_chosen_are_resident(name: str, has_table: bool) -> None:
-    """Every state that a slot can be in, for ids of the router and of a table, one step of which is another layer's."""
-    routing, experts, slots = ROUTINGS[name], 12, 9
-    inputs = arguments(5, 16, experts, torch.float32)
-    slot_of = torch.tensor([3, -1, 0, 8, -1, 5, 1, 2, 4, -1, 6, 7], dtype=torch.int32, device=DEVICE)
-    copy_epoch = torch.arange(2, 2 + slots, device=DEVICE)
-    landed = torch.where(torch.arange(slots, device=DEVICE) % 3 == 1, 0, copy_epoch)
-    table = step = None
-    if has_table:
-        shape = (3, 2, 5, routing.top_k)
-        table = torch.randint(experts, shape, generator=torch.Generator().manual_seed(1)).int().to(DEVICE)[:, 1]
-        step = torch.tensor([7], device=DEVICE)
-    hit_ids = poisoned(5, routing.top_k, dtype=torch.int32)
-    residency = Residency(hit_ids, slot_of, copy_epoch, landed, table, step)
-    options = {"selection_bias": randn(experts, seed=5)} if name == "sigmoid_groups" else {}
-    plain = norm_router(**inputs, routing=routing, epsilon=EPSILON, **options)
-    chosen = norm_router(**inputs, routing=routing, epsilon=EPSILON, **options, residency=residency)
-    assert torch.equal(chosen.topk_ids, plain.topk_ids if table is None else table[7 % 3])
-    assert torch.equal(chosen.topk_weights, plain.topk_weights)
-    slots_of_chosen = slot_of[chosen.topk_ids.long()]
-    is_resident = (slots_of_chosen >= 0) & (slots_of_chosen % 3 != 1)
-    assert torch.equal(hit_ids, torch.where(is_resident, slots_of_chosen, -1))
-    assert 0 < is_resident.sum() < hit_ids.numel()
-    again = residency._replace(hit_ids=torch.empty_like(hit_ids))
-    assert torch.equal(
-        norm_router_ref(**inputs, routing=routing, epsilon=EPSILON, **options, residency=again)[3], chosen.topk_ids
-    )
-    assert torch.equal(again.hit_ids, hit_ids)
-    ids = chosen.topk_ids.clone()
-    find_resident(ids, residency._replace(hit_ids=again.hit_ids.fill_(-7)))
-    assert torch.equal(ids, chosen.topk_ids)
-    assert torch.equal(again.hit_ids, hit_ids)
 
 
 def test_same_input_same_bits() -> None:

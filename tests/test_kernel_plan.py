@@ -27,8 +27,6 @@ from tritonmoe_kernels.planner_state import (
     PlannerState,
     check_integrity,
 )
-from tritonmoe_kernels.references import find_resident_ref
-from tritonmoe_kernels.residency import find_resident
 
 pytestmark = KERNEL_MARKS
 
@@ -127,13 +125,10 @@ class Session:
         topk_ids = torch.tensor(ids, dtype=torch.int32)
         weights = torch.rand(topk_ids.shape, generator=torch.Generator().manual_seed(self.random.randrange(1 << 30)))
         results = []
-        for (find, plan), state, device in self.planners(
-            (find_resident, plan_demand), (find_resident_ref, plan_demand_ref)
-        ):
+        for plan, state, device in self.planners(plan_demand, plan_demand_ref):
             out = [poisoned(*topk_ids.shape, dtype=torch.int32).to(device) for _ in range(3)]
             given, table = self.given(topk_ids, layer, device)
-            find(given, state.residency(layer, out[0], table))
-            plan(state, layer, given, weights.to(device), *out, case.miss_tolerance, case.eviction)
+            plan(state, layer, given, weights.to(device), *out, case.miss_tolerance, case.eviction, table)
             results.append([slots.cpu() for slots in out])
         for actual, expected in zip(results[0], results[-1], strict=True):
             assert torch.equal(actual, expected)
@@ -278,27 +273,9 @@ def demand(state: PlannerState, layer: int, ids: list[int], **options: Any) -> l
     out = [poisoned(1, len(ids), dtype=torch.int32) for _ in range(3)]
     weights = torch.tensor([options.pop("weights", [1.0] * len(ids))], device=DEVICE)
     topk_ids = torch.tensor([ids], dtype=torch.int32, device=DEVICE)
-    find_resident(topk_ids, state.residency(layer, out[0]))
     plan_demand(state, layer, topk_ids, weights, *out, **options)
     check_integrity(state)
     return [slots[0].tolist() for slots in out]
-
-
-@pytest.mark.parametrize("plan", [plan_demand, plan_demand_ref])
-def test_what_lands_after_it_was_looked_for_is_missing(plan: Any) -> None:
-    """The experts that are computed with at once are those that `find_resident` named, no more."""
-    state = small_state()
-    demand(state, 0, [1, 2])
-    ids = torch.tensor([[1, 2]], dtype=torch.int32, device=DEVICE)
-    out = [poisoned(1, 2, dtype=torch.int32) for _ in range(3)]
-    find_resident(ids, state.residency(0, out[0]))
-    land_all(state)
-    plan(state, 0, ids, None, *out)
-    hits, misses, everything = (slots[0].tolist() for slots in out)
-    assert hits == [-1, -1]
-    assert misses == everything == state.slot_of[0, 1:3].tolist()
-    assert state.counters[0, Counter.LATE] == 2
-    assert state.num_demand[0] == 0
 
 
 def prefetch(state: PlannerState, layer: int, ids: list[int]) -> list[int]:
@@ -453,9 +430,7 @@ def test_one_call_on_any_state(seed: int) -> None:
         out, expected_out = (
             [poisoned(tokens, 4, dtype=torch.int32).to(device) for _ in range(3)] for device in (DEVICE, CPU)
         )
-        find_resident(ids.to(DEVICE), actual.residency(layer, out[0]))
         plan_demand(actual, layer, ids.to(DEVICE), None, *out)
-        find_resident_ref(ids, expected.residency(layer, expected_out[0]))
         plan_demand_ref(expected, layer, ids, None, *expected_out)
         assert all(torch.equal(slots.cpu(), same) for slots, same in zip(out, expected_out, strict=True))
         taken = expected.demand_slot[layer, : expected.num_demand[layer]].long()
@@ -515,6 +490,8 @@ def test_integrity_says_what_is_wrong() -> None:
         ("without topk_weights", {"topk_weights": None, "miss_tolerance": 0.5}),
         ("miss_tolerance is 1.0", {"miss_tolerance": 1.0}),
         ("eviction is 'fifo'", {"eviction": "fifo"}),
+        ("routing_table has shape", {"routing_table": torch.zeros(1, 2, 2, 2, dtype=torch.int32)}),
+        ("routing_table has no step", {"routing_table": torch.zeros(0, 2, 1, 2, dtype=torch.int32)}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -1,14 +1,15 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Four branches of one captured step, T tokens:
+Three branches of one captured step, T tokens:
 
-    main   router(l), which says what is there -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> …
-    guess  after router(l): what later layers will want
-    side   after router(l): plan_demand(l) -> [guess] -> plan_prefetch of each
+    main   router(l) -> plan_demand(l) -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> combine -> …
+    side   after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
     fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
-plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1.
+plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1. It is on the main branch although
+experts that are there could begin without it: beside them it would take three times as long to see what is missing
+(docs/log.md).
 
 The two copies of the pool's state, the host's `SlotPool` and this one, take turns: `load` before a generation's decode
 steps, `store` before anything else uses the slots.
@@ -32,7 +33,7 @@ from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
 from tritonmoe_kernels.planner_state import HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
-from tritonmoe_kernels.routing import NormRouterOutput, Residency
+from tritonmoe_kernels.routing import NormRouterOutput
 
 GUARD_STEPS = 32  # between two looks of the guard
 
@@ -86,9 +87,8 @@ class DeviceScheduler:
         self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
         self._recall = torch.zeros(num_layers, 5, dtype=torch.int64, device=device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
-        # Before the main branch, whose next kernel has more programs than fit at once: a program of another branch
-        # would wait for most of them, 9 us before a plan could begin.
-        self._side, self._guess, self._fetch = (_branch(device, priority=-1) for _ in range(3))
+        # Before the main branch, whose next kernel has enough programs to keep others waiting.
+        self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -212,27 +212,19 @@ class DeviceScheduler:
         event.record()
         return landing, event
 
-    def residency(self, layer_id: int) -> Residency:
-        """For whatever chooses the layer's experts, to see which are there; once the side branch is joined."""
-        table = None if self._tables is None else self._tables.routed
-        return self.state.residency(layer_id, self._slot_ids[layer_id, 0], table)
+    def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
+        """Give every routed expert a slot, and fetch what is missing beside what is launched next.
 
-    def plan(self, layer_id: int, routed: NormRouterOutput, is_found: bool) -> SlotIds:
-        """Give every routed expert a slot, and fetch what is missing; both beside the experts that are there.
-
-        `is_found`: the router was given the layer's `residency`. `hits` of the result can be computed with at once, the
-        others behind `await_demand`.
+        `hits` of the result can be computed with at once, the others behind `await_demand`.
         """
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
-        if not is_found:
-            self._ops.find_resident(routed.topk_ids, self.residency(layer_id))
-        with self._side.fork():
-            self._ops.plan_demand(
-                state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction
-            )
-            with self._fetch.fork() as branch:
-                self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
-            self._demand = branch.done
+        table = None if self._tables is None else self._tables.routed
+        self._ops.plan_demand(
+            state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
+        )
+        with self._fetch.fork() as branch:
+            self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
+        self._demand = branch.done
         return ids
 
     def await_demand(self) -> None:
@@ -240,10 +232,10 @@ class DeviceScheduler:
         self._fetch.join(self._demand)
 
     @contextlib.contextmanager
-    def guessing(self, routed: NormRouterOutput) -> Iterator[None]:
-        """What is launched inside makes the guesses for `look_ahead`; `routed` is held until the next `join`."""
+    def beside(self, routed: NormRouterOutput) -> Iterator[None]:
+        """What is launched inside runs beside what follows, until the next `join`; `routed` is held until then."""
         self._kept = routed
-        with self._guess.fork():
+        with self._side.fork():
             yield
 
     def look_ahead(self, layer_id: int, routed: NormRouterOutput, guesses: dict[int, torch.Tensor]) -> None:
@@ -253,7 +245,6 @@ class DeviceScheduler:
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed, table = self._batch * self._top_k, None if self._tables is None else self._tables.foretold
         with self._side.fork():
-            self._guess.join()
             for target, ids in guesses.items():
                 distance = later.index(target) + 1
                 state = self._ahead[distance - 1]

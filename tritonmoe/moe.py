@@ -14,7 +14,7 @@ from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
 from tritonmoe.step_graph import StepGraph
 from tritonmoe.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Residency, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 
 
 @dataclass(frozen=True)
@@ -102,10 +102,7 @@ class Experts:
             self.hooks.on_layer(layer_id, is_prefill, ids, weights, {})
         return routed.topk_weights
 
-    def _true_routing(
-        self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, residency: Residency | None = None
-    ) -> NormRouterOutput:
-        """What the layer's router says; with a `residency`, for decode steps, also what is there of it."""
+    def _true_routing(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor) -> NormRouterOutput:
         spec, weights = self._moe(layer_id)
         norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
         rule, multiplier = routing_rule(spec.num_experts_per_tok, spec.router), self._spec.residual_multiplier
@@ -121,7 +118,6 @@ class Experts:
                 multiplier,
                 weights.router_bias,
                 weights.selection_bias,
-                residency=residency,
             )
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, multiplier)
         logits = reference.router_logits(x, weights.router, weights.router_bias)

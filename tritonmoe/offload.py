@@ -294,11 +294,10 @@ class OffloadedExperts(Experts):
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
         is_first = layer_id == self._moe_layers[0]
-        device = None if is_prefill else self._device
-        if device is not None:
-            device.join()  # what follows reads what was planned, and guesses made, beside the last layer
+        if self._device is not None and not is_prefill:
+            self._device.join()  # what follows reads what was planned, and guessed, beside the last layer
         if is_first or is_prefill or self.policy.execute == "routed":
-            return self._true_routing(layer_id, residual, delta, None if device is None else device.residency(layer_id))
+            return self._true_routing(layer_id, residual, delta)
         if guess is None:
             raise InputError(
                 f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
@@ -371,12 +370,11 @@ class OffloadedExperts(Experts):
     def _compute_on_device(
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
-        is_found = layer_id == self._moe_layers[0] or self.policy.execute == "routed"  # by the router's kernel
-        with device.guessing(routed):
+        with device.beside(routed):
             guesses = self.predictor.guess(layer_id, routed)
         if self.policy.execute == "speculated":
             self._guesses = dict(guesses)
-        ids = device.plan(layer_id, routed, is_found)
+        ids = device.plan(layer_id, routed)
         device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)

@@ -31,7 +31,6 @@ class Operations(NamedTuple):
     speculate: Callable[..., Any]
     expert_gemm: Callable[..., torch.Tensor]
     combine: Callable[..., torch.Tensor]
-    find_resident: Callable[..., None]
     plan_demand: Callable[..., None]
     plan_prefetch: Callable[..., None]
     fetch: Callable[..., None]
@@ -64,7 +63,6 @@ REFERENCES = Operations(
     speculate=references.speculate_ref,
     expert_gemm=references.expert_gemm_ref,
     combine=references.combine_ref,
-    find_resident=references.find_resident_ref,
     plan_demand=plan_reference.plan_demand_ref,
     plan_prefetch=plan_reference.plan_prefetch_ref,
     fetch=fetch_reference.fetch_ref,
@@ -78,8 +76,7 @@ def kernels() -> Operations:
         import triton  # noqa: F401
     except ImportError:
         raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
-    from tritonmoe_kernels import attention, expert_gemm, fetch, linear, norm_router, plan, recall, residency, rope_qk
-    from tritonmoe_kernels import speculate as speculation
+    from tritonmoe_kernels import attention, expert_gemm, fetch, linear, norm_router, plan, recall, rope_qk, speculate
 
     return Operations(
         linear=linear.linear,
@@ -89,10 +86,9 @@ def kernels() -> Operations:
         norm_router=norm_router.norm_router,
         add_rms_norm=norm_router.add_rms_norm,
         route_topk=norm_router.route_topk,
-        speculate=speculation.speculate,
+        speculate=speculate.speculate,
         expert_gemm=expert_gemm.expert_gemm,
         combine=expert_gemm.combine,
-        find_resident=residency.find_resident,
         plan_demand=plan.plan_demand,
         plan_prefetch=plan.plan_prefetch,
         fetch=fetch.fetch,

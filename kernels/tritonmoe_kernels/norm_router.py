@@ -22,9 +22,7 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.references import check_residency
-from tritonmoe_kernels.residency import residency_arguments, store_resident, table_ids
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Residency, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
@@ -199,7 +197,7 @@ def store_topk(
     tl.store(topk_weights_ptr + rank, weights * scale, mask=chosen)
 
 
-@triton.jit(do_not_specialize=["table_steps", "table_stride"])
+@triton.jit
 def _norm_router_kernel(
     residual_ptr,  # [T, H]
     delta_ptr,  # [T, H] or None
@@ -213,14 +211,6 @@ def _norm_router_kernel(
     topk_ids_ptr,  # [T, K] int32
     topk_weights_ptr,  # [T, K] float32
     counter_ptr,  # [T] int32, zero
-    hit_ids_ptr,  # [T, K] int32, or None as the following
-    slot_of_ptr,  # [E] int32
-    copy_epoch_ptr,  # [S] int64
-    landed_ptr,  # [S] int64
-    table_ptr,  # [table_steps, T, K] int32 or None
-    step_ptr,  # [1] int64 or None
-    table_steps,
-    table_stride,
     residual_multiplier,
     epsilon,
     renorm_epsilon,
@@ -262,8 +252,6 @@ def _norm_router_kernel(
         ids, scores, rank = choose_experts(
             logits_ptr, selection_bias_ptr, E, K, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
         )
-        if table_ptr is not None:
-            ids = table_ids(table_ptr + token * K, step_ptr, table_steps, table_stride, rank, rank < K)
         topk_ids_ptr += token * K
         topk_weights_ptr += token * K
         store_topk(
@@ -279,9 +267,6 @@ def _norm_router_kernel(
             SCORE,
             RENORMALIZE,
         )
-        if hit_ids_ptr is not None:
-            hit_ids_ptr += token * K
-            store_resident(hit_ids_ptr, slot_of_ptr, copy_epoch_ptr, landed_ptr, ids, rank, rank < K)
 
 
 def norm_router(
@@ -297,14 +282,12 @@ def norm_router(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    residency: Residency | None = None,
 ) -> NormRouterOutput:
     """Add, norm, route and choose for T <= 16 tokens in one launch.
 
     residual [T, H] and delta [T, H] (the attention's output) share a dtype; norm_weight [H]; router [E, H];
     biases [E]. `counter` [>= T] int32 is zero and belongs to this call's stream alone: the launch leaves it at zero.
-    `out.residual` and `out.x` must not be the inputs: other programs still read those. With a `residency`, the slots of
-    what is chosen are looked up too, as `find_resident` does.
+    `out.residual` and `out.x` must not be the inputs: other programs still read those.
     """
     tokens = len(residual)
     check_decode_tokens(tokens, "add_rms_norm, a matrix product and route_topk")
@@ -319,8 +302,6 @@ def norm_router(
     dtypes = (residual.dtype, residual.dtype, torch.float32, torch.int32, torch.float32)
     for name, tensor, shape, dtype in zip(out._fields, out, shapes, dtypes, strict=True):
         check_tensor(f"out.{name}", tensor, shape, (dtype,), router.device)
-    if residency is not None:
-        check_residency(out.topk_ids, residency)
     if not tokens:
         return out
     for name, tensor in (("out.residual", out.residual), ("out.x", out.x)):
@@ -337,7 +318,6 @@ def norm_router(
         selection_bias,
         *out,
         counter,
-        *residency_arguments(residency),
         residual_multiplier,
         epsilon,
         routing.renorm_epsilon,

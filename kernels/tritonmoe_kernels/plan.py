@@ -30,7 +30,6 @@ import triton.language as tl
 from tritonmoe_kernels import planner_state
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.planner_state import Counter, Header, PlannerState, check_demand, check_prefetch
-from tritonmoe_kernels.residency import look
 from tritonmoe_kernels.tiles import next_power_of_2
 
 WINDOW = 32  # queue entries looked at together, and ids compared with all others at a time
@@ -87,6 +86,16 @@ def table_row(state, table_ptr, layer, table_steps, L: tl.constexpr, PAIRS: tl.c
     """Where the ids of this step and layer are in a table [steps, L, PAIRS]."""
     step = tl.load(state.header + STEP) % table_steps
     return table_ptr + (step * L + layer) * PAIRS
+
+
+@triton.jit
+def look(landed_ptrs, mask, SEM: tl.constexpr):
+    """Epochs that a fetch kernel may write at any time, the same for every thread.
+
+    A load would be done once by every warp, or once more in another layout, and the copies of a value could differ; of
+    an atomic addition there is one, whose result is handed round. It adds nothing, so it takes nothing back either.
+    """
+    return tl.atomic_add(landed_ptrs, 0, mask=mask, sem=SEM, scope="gpu")
 
 
 @triton.jit
@@ -286,15 +295,17 @@ def add_to(counts, COLUMN: tl.constexpr, amount):
     return counts + tl.where(tl.arange(0, counts.shape[0]) == COLUMN, amount, 0)
 
 
-@triton.jit(do_not_specialize=["layer", "num_slots"])
+@triton.jit(do_not_specialize=["layer", "table_steps", "num_slots"])
 def _plan_demand_kernel(
     state,  # PlannerState
     topk_ids_ptr,  # [PAIRS] = [T, K]
     topk_weights_ptr,  # [PAIRS], or None where nothing may be left out
+    table_ptr,  # [table_steps, L, PAIRS] or None
     hit_ids_ptr,  # [PAIRS]
     miss_ids_ptr,  # [PAIRS]
     all_ids_ptr,  # [PAIRS]
     layer,
+    table_steps,
     num_slots,
     miss_tolerance,
     L: tl.constexpr,
@@ -323,8 +334,10 @@ def _plan_demand_kernel(
     release_dependents(PDL)
 
     # First read: ids, the layer's guesses, where the queue is.
-    ids = tl.load(topk_ids_ptr + pairs, mask=pairs < PAIRS, other=-1)
-    hits = tl.load(hit_ids_ptr + pairs, mask=pairs < PAIRS, other=-1)
+    ids_ptr = topk_ids_ptr
+    if table_ptr is not None:
+        ids_ptr = table_row(state, table_ptr, layer, table_steps, L, PAIRS)
+    ids = tl.load(ids_ptr + pairs, mask=pairs < PAIRS, other=-1)
     tick = tl.load(state.header + TICK) + 1
     head = tl.load(state.header + QUEUE_HEAD)
     end = tl.load(state.header + QUEUE_END)
@@ -349,8 +362,10 @@ def _plan_demand_kernel(
 
     # Third: state of the slots.
     is_mapped = slots >= 0
+    copy_epoch = tl.load(state.copy_epoch + slots, mask=is_mapped, other=0)
     score = tl.load(state.score + slots, mask=is_mapped, other=0)
     next_keys, next_guesses, may_go = read_owners(state, next_slots, next_scores, is_next, tick)
+    landed = look(state.landed + slots, is_mapped, "acquire")  # last: what follows an acquire waits for it
 
     # Compare ids with ids and guesses.
     first_at = tl.full([BLOCK_P], BLOCK_P, tl.int32)
@@ -360,7 +375,7 @@ def _plan_demand_kernel(
         is_kept = tl.zeros([BLOCK_P], tl.int32)
     for start in range(0, BLOCK_P, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        other_ids = tl.load(topk_ids_ptr + others, mask=others < PAIRS, other=-1)
+        other_ids = tl.load(ids_ptr + others, mask=others < PAIRS, other=-1)
         is_same = ids[:, None] == other_ids[None, :]
         first_at = tl.minimum(first_at, tl.min(tl.where(is_same, others[None, :], BLOCK_P), axis=1))
         is_routed = (guess_keys - first_key)[:, None] == other_ids[None, :]
@@ -373,7 +388,7 @@ def _plan_demand_kernel(
 
     # What is there is used now; what was foretold wrongly is let go. All that was read above is read by every warp.
     tl.debug_barrier()
-    is_hit = is_mapped & (hits >= 0)
+    is_hit = is_mapped & (landed == copy_epoch)
     is_foretold = is_mapped & is_first & (score == FORETOLD)
     tl.store(state.guess + guess_slots, 0, mask=is_guess)
     tl.store(state.num_guesses + layer, 0)
@@ -433,6 +448,7 @@ def _plan_demand_kernel(
         tl.store(state.score + all_slots, new_score, mask=is_used)
     else:
         tl.store(state.score + all_slots, tick, mask=is_used)
+    tl.store(hit_ids_ptr + pairs, tl.where(is_hit, slots, -1), mask=pairs < PAIRS)
     tl.store(miss_ids_ptr + pairs, tl.where(is_hit, -1, all_slots), mask=pairs < PAIRS)
     tl.store(all_ids_ptr + pairs, all_slots, mask=pairs < PAIRS)
 
@@ -470,20 +486,20 @@ def plan_demand(
     all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
+    routing_table: torch.Tensor | None = None,
 ) -> None:
     """Give every routed expert of a layer a slot, and list the copies that this takes, in one program.
 
-    topk_ids [T, K] int32; an id that is no expert's is passed over. `hit_ids` [T, K] int32 is what `find_resident` said
-    and is computed with meanwhile; whatever has landed since counts as missing. Written, [T, K] int32 each: `miss_ids`,
-    slots to be computed with once the layer's fetches are complete, those in flight included; `all_ids`, either. -1
-    elsewhere. The layer's guesses end; its demand list is new.
+    topk_ids [T, K] int32; an id that is no expert's is passed over. Written, [T, K] int32 each: `hit_ids`, slots that
+    are resident now; `miss_ids`, slots to be computed with once the layer's fetches are complete, those in flight
+    included; `all_ids`, either. -1 elsewhere. The layer's guesses end; its demand list is new.
 
     With a `miss_tolerance` above 0, an expert that has no slot and of which every token's gate weight (topk_weights
-    [T, K] float32) is below that share of the token's sum is left out. If slots do not suffice, header's ERROR becomes
-    1.
+    [T, K] float32) is below that share of the token's sum is left out. `routing_table` [steps, L, T, K] int32 takes the
+    place of topk_ids, by header's STEP modulo steps. If slots do not suffice, header's ERROR becomes 1.
     """
-    slots = hit_ids, miss_ids, all_ids
-    check_demand(state, layer, topk_ids, topk_weights, slots, miss_tolerance, eviction)
+    outputs = hit_ids, miss_ids, all_ids
+    check_demand(state, layer, topk_ids, topk_weights, outputs, miss_tolerance, eviction, routing_table)
     num_layers, num_experts = state.slot_of.shape
     block_p, block_g = _block(topk_ids.numel()), _block(state.guesses.shape[1])
     widest = max(block_p, block_g)
@@ -492,8 +508,10 @@ def plan_demand(
         state,
         topk_ids,
         topk_weights if miss_tolerance > 0.0 else None,
-        *slots,
+        routing_table,
+        *outputs,
         layer,
+        1 if routing_table is None else len(routing_table),
         len(state.key_of),
         float(miss_tolerance),
         L=num_layers,

@@ -145,14 +145,17 @@ def plan_demand_ref(
     all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
+    routing_table: torch.Tensor | None = None,
 ) -> None:
     """What `plan_demand` does."""
-    check_demand(state, layer, topk_ids, topk_weights, (hit_ids, miss_ids, all_ids), miss_tolerance, eviction)
+    check_demand(
+        state, layer, topk_ids, topk_weights, (hit_ids, miss_ids, all_ids), miss_tolerance, eviction, routing_table
+    )
     planner = _Planner(state)
     s, counters = planner.s, planner.s.counters[layer]
     s.header[Header.TICK] += 1
     tick = s.header[Header.TICK]
-    ids, found = topk_ids.flatten().tolist(), hit_ids.flatten().tolist()
+    ids = _ids(s, layer, topk_ids, routing_table).flatten().tolist()
     routed = planner.distinct(ids)
     planner.end_guesses(layer, routed)
 
@@ -162,7 +165,7 @@ def plan_demand_ref(
         if slot < 0:
             missing.append(expert)
             continue
-        is_hit = found[ids.index(expert)] >= 0  # what has landed since was not computed with
+        is_hit = planner.is_resident(slot)
         (hits if is_hit else misses)[expert] = slot
         counters[Counter.HITS if is_hit else Counter.LATE] += 1
         counters[Counter.PREFETCHED_USED] += s.score[slot] == FORETOLD
@@ -200,7 +203,7 @@ def plan_demand_ref(
     counters[Counter.DEMAND] += s.num_demand[layer]
     counters[Counter.ROUTED] += len(hits) + len(misses)
     planner.save()
-    for out, slots in ((miss_ids, misses), (all_ids, hits | misses)):
+    for out, slots in ((hit_ids, hits), (miss_ids, misses), (all_ids, hits | misses)):
         out.copy_(torch.tensor([slots.get(expert, -1) for expert in ids]).view_as(out))
 
 

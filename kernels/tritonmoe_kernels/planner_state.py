@@ -24,7 +24,6 @@ from typing import NamedTuple
 import torch
 
 from tritonmoe_kernels.checks import check_tensor
-from tritonmoe_kernels.routing import Residency
 from tritonmoe_kernels.tiles import next_power_of_2
 
 EVICTIONS = ("lru", "lfu")
@@ -98,13 +97,6 @@ class PlannerState(NamedTuple):
     def queue_capacity(self) -> int:
         """F: what a refill finds at most, a power of two."""
         return len(self.queue_slot) // 2
-
-    def residency(self, layer: int, hit_ids: torch.Tensor, table: torch.Tensor | None = None) -> Residency:
-        """What tells `norm_router` and `find_resident` of a layer's slots; `table` [steps, L, T, K] replaces ids."""
-        if table is None:
-            return Residency(hit_ids, self.slot_of[layer], self.copy_epoch, self.landed)
-        step = self.header[Header.STEP : Header.STEP + 1]
-        return Residency(hit_ids, self.slot_of[layer], self.copy_epoch, self.landed, table[:, layer], step)
 
     @classmethod
     def allocate(
@@ -182,16 +174,17 @@ def check_demand(
     layer: int,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    slots: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     miss_tolerance: float,
     eviction: str,
+    routing_table: torch.Tensor | None,
 ) -> None:
-    """Check the arguments of `plan_demand`; `slots` are its hit_ids, miss_ids and all_ids."""
-    _check_ids("topk_ids", state, layer, topk_ids, state.demand_key.shape[1], None)
+    """Check the arguments of `plan_demand`; `outputs` are its three."""
+    _check_ids("topk_ids", state, layer, topk_ids, state.demand_key.shape[1], routing_table)
     if not topk_ids.numel():
         raise ValueError("topk_ids is empty: a tick is one layer's routing")
     shape, device = topk_ids.shape, state.header.device
-    for name, tensor in zip(("hit_ids", "miss_ids", "all_ids"), slots, strict=True):
+    for name, tensor in zip(("hit_ids", "miss_ids", "all_ids"), outputs, strict=True):
         check_tensor(name, tensor, shape, (torch.int32,), device)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import check_tensor
 from tritonmoe_kernels.planner_state import MASS_UNIT
-from tritonmoe_kernels.routing import NormRouterOutput, Residency, Routing, SpeculateOutput
+from tritonmoe_kernels.routing import NormRouterOutput, Routing, SpeculateOutput
 
 
 def linear_ref(
@@ -124,14 +124,11 @@ def norm_router_ref(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    residency: Residency | None = None,
 ) -> NormRouterOutput:
     """What `norm_router` computes, through the references; `counter` and `out` are not used."""
     residual, x = add_rms_norm_ref(residual, delta, norm_weight, epsilon, residual_multiplier, weight_plus_one)
     logits = reference.router_logits(x, router, router_bias)
     topk_ids, topk_weights = route_topk_ref(logits, routing, selection_bias)
-    if residency is not None:
-        find_resident_ref(topk_ids, residency)
     return NormRouterOutput(residual, x, logits, topk_ids, topk_weights)
 
 
@@ -284,30 +281,3 @@ def check_recall(
     check_tensor("topk_weights", topk_weights, topk_ids.shape, (torch.float32,), counts.device)
     check_tensor("foretold", foretold, (len(topk_ids), None), (torch.int32,), counts.device)
     check_tensor("counts", counts, (5,), (torch.int64,), counts.device)
-
-
-def find_resident_ref(topk_ids: torch.Tensor, residency: Residency) -> None:
-    """`find_resident` in torch."""
-    check_residency(topk_ids, residency)
-    hit_ids, slot_of, copy_epoch, landed, table, step = residency
-    if table is not None and step is not None:
-        topk_ids.copy_(table[int(step) % len(table)])
-    slots = torch.where(topk_ids >= 0, slot_of[topk_ids.clamp(min=0).long()], -1)
-    at = slots.clamp(min=0).long()
-    hit_ids.copy_(torch.where((slots >= 0) & (landed[at] == copy_epoch[at]), slots, -1))
-
-
-def check_residency(topk_ids: torch.Tensor, residency: Residency) -> None:
-    device, slots = topk_ids.device, residency.landed.shape
-    check_tensor("topk_ids", topk_ids, (None, None), (torch.int32,), device)
-    check_tensor("hit_ids", residency.hit_ids, topk_ids.shape, (torch.int32,), device)
-    check_tensor("slot_of", residency.slot_of, (None,), (torch.int32,), device)
-    check_tensor("landed", residency.landed, (None,), (torch.int64,), device)
-    check_tensor("copy_epoch", residency.copy_epoch, slots, (torch.int64,), device)
-    if (residency.table is None) != (residency.step is None):
-        raise ValueError("table and step go together: give both or neither")
-    if residency.table is not None and residency.step is not None:
-        check_tensor("table", residency.table, (None, *topk_ids.shape), (torch.int32,), device, strided=1)
-        check_tensor("step", residency.step, (1,), (torch.int64,), device)
-        if not len(residency.table):
-            raise ValueError("table has no step")

@@ -45,20 +45,6 @@ class NormRouterOutput(NamedTuple):
         )
 
 
-class Residency(NamedTuple):
-    """What says which experts of a layer are in a slot, and where to write it; of E experts and S slots.
-
-    `table` and `step` replace what routers say, for measurements: ids of the step modulo its length.
-    """
-
-    hit_ids: torch.Tensor  # [T, K] int32, written: the slots of routed experts that are resident, -1 elsewhere
-    slot_of: torch.Tensor  # [E] int32: a slot, or -1
-    copy_epoch: torch.Tensor  # [S] int64: of the last copy into the slot
-    landed: torch.Tensor  # [S] int64: of the last copy that is complete; the slot is resident where they are equal
-    table: torch.Tensor | None = None  # [steps, T, K] int32, its first axis of any stride
-    step: torch.Tensor | None = None  # [1] int64
-
-
 class SpeculateOutput(NamedTuple):
     """What `speculate` writes."""
 
