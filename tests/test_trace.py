@@ -93,7 +93,8 @@ def test_read_back_is_what_the_hooks_saw(tmp_path: Path, name: str, batch: int) 
     decoded = iter(guesses)
     for run, (layer, ids) in zip(trace.runs, routes, strict=True):
         assert (run.layer, run.num_tokens) == (layer, len(ids))
-        assert run.wanted == list(dict.fromkeys(ids.ravel().tolist()))
+        first = list(dict.fromkeys(ids.ravel().tolist()))
+        assert run.wanted == (sorted(first) if run.is_prefill else first)
         if not run.is_prefill:
             assert run.ids.tolist() == ids.tolist()
             assert run.weights.shape == ids.shape

@@ -52,6 +52,7 @@ DISTINCT_RECORDS = 32
 LINK_RECORDS = 64  # copied to measure the link
 THREADS = 12
 SEED = 0
+EMBEDDING_SCALE = 32.0  # at 1 what attention adds over the layers is larger than the token, and all tokens become alike
 WARM_PROMPT = 512  # tokens, which choose every expert: slots are full before the first step
 
 
@@ -83,7 +84,7 @@ def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> t
     store = ExpertStore.allocate(spec, dtype)
     weights = allocate(spec, device, dtype, store)
     fill(weights, dtype, SEED, with_experts=False)
-    weights.embedding.normal_(0.0, 1.0)
+    weights.embedding.normal_(0.0, EMBEDDING_SCALE)
     shape = (DISTINCT_RECORDS, store.layout.num_elements)
     sources = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE).cpu()
     keys = [(i, e) for i, moe in spec.moe_layers.items() for e in range(moe.num_experts)]
@@ -105,7 +106,7 @@ def measure_residents(
     """By context, the times with all experts on the device, whose memory is then free again."""
     try:
         weights = random_weights(spec, device, dtype, SEED)
-        weights.embedding.normal_(0.0, 1.0)
+        weights.embedding.normal_(0.0, EMBEDDING_SCALE)
         decoder = Decoder(spec, weights)
         return {context: measure_resident(decoder, context, options) for context in options.context}
     except (InputError, torch.OutOfMemoryError) as error:

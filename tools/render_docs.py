@@ -340,6 +340,49 @@ def offload() -> str:
     return "\n".join(offload_part(read(name)) for name in ["offload-qwen3-30b-a3b.json", *others])
 
 
+def routing_cells(row: dict[str, Any]) -> list[str]:
+    per_token, saved, wanted = row["per_token"], row.get("saved"), row["wanted_ratio"]
+    return [
+        row["policy"].split(":")[0],
+        percent(row["hit_rate_without_prediction"]),
+        f"{row['slots']:,}",
+        tpot(row),
+        figure(row["floor_ms"]["median"]),
+        figure(row["best_ms"]),
+        figure(row["ratio"]) + ("" if wanted is None else f" (wanted {wanted:.2f})"),
+        percent(row["hit_rate"]),
+        f"{per_token['late']:.1f}",
+        f"{per_token['prefetched_wasted'] + per_token['cancelled']:.1f}",
+        figure(row["bytes_per_token"] / 1e6),
+        ABSENT if saved is None else f"{percent(saved)} of {percent(row['saved_bound'])}",
+    ]
+
+
+def routing() -> str:
+    """Synthetic routing by hit rate: whole records, then smaller ones, then what the host has to do with it."""
+    part = read("routing-qwen3-30b-a3b.json")
+    header = [
+        "policy", "hits without prediction, %", "slots", "ms per token", "schedule floor, ms", "held against, ms",
+        "ratio", "hits, %", "late", "wasted", "MB per token", "saved, %",
+    ]  # fmt: skip
+    text = f"{part['model']} in {part['dtype']}, batch {part['batch']}; all experts resident: "
+    text += f"{tpot({'tpot_ms': part['resident_ms']})} ms per token.\n"
+    for size in dict.fromkeys(row["record_bytes"] for row in part["rows"]):
+        rows = [row for row in part["rows"] if row["record_bytes"] == size]
+        rate = figure(rows[0]["gather_bytes_per_s"] / 1e9)
+        text += f"\nRecords of {figure(size / 1e6)} MB, fetched at {rate} GB/s"
+        text += f"; computed with weights in {part['dtype']}" if rows[0]["is_timing_only"] else ""
+        text += ".\n\n" + table(header, [routing_cells(row) for row in rows])
+    for row in part["rows"]:
+        if "host" in row:
+            host = row["host"]
+            text += f"\n{row['case'].removesuffix(':host')} %: {figure(host['launches_per_token'])} launches of the "
+            text += f"host per token; with {host['busy_cores']} cores busy {100 * host['change']:+.1f} % per token.\n"
+    if part["skipped"]:
+        text += "\nNot measured:\n\n" + "".join(f"- {row['case']}: {row['reason']}\n" for row in part["skipped"])
+    return text + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -352,6 +395,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "profile-decode": profile_decode,
     "offload": offload,
+    "routing": routing,
 }
 
 

@@ -23,11 +23,11 @@ import numpy as np
 import torch
 from provenance import provenance
 
-from tritonmoe.copy_engine import Copy, CopyEngine, Priority
+from tritonmoe.copy_engine import DEPTH, Copy, CopyEngine, Priority
 from tritonmoe.counters import Counters, LayerCounters
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.memory_plan import read_slots
-from tritonmoe.offload import SCAN_SHARE
+from tritonmoe.offload import SCAN_DEPTH, SCAN_SHARE
 from tritonmoe.policy import MAX_LOOKAHEAD
 from tritonmoe.scheduler import Plan, Scheduler, Wave
 from tritonmoe.slot_pool import EVICTIONS, SlotPool
@@ -237,6 +237,7 @@ class Replay:
 
     def _waves(self, run: LayerRun, wanted: list[int], foretold: dict[int, np.ndarray]) -> None:
         slots = self.pool.num_slots
+        self.copies.depth = SCAN_DEPTH if run.is_prefill else DEPTH
         is_scan = run.is_prefill and len(wanted) >= SCAN_SHARE * self.pool.num_experts
         plan = self.scheduler.plan(run.layer, wanted, max(1, slots // 2) if run.is_prefill else slots, is_scan)
         wave = self._next_wave(plan)

@@ -42,7 +42,7 @@ class CopyEngine:
         """`slots` [S, N] on the device that computes; `landed(slot, epoch)` is told of each copy that is complete."""
         self._slots = slots
         self.landed = landed
-        self._depth = depth
+        self.depth = depth
         self._queues: dict[Priority, deque[Copy]] = {priority: deque() for priority in Priority}
         self._started: dict[int, Copy] = {}  # by slot, in the order of their start
         self.num_copies = 0
@@ -68,7 +68,7 @@ class CopyEngine:
         demand, ahead = self._queues[Priority.DEMAND], self._queues[Priority.PREFETCH]
         while demand:
             self._begin(demand.popleft())
-        while ahead and len(self._started) < self._depth:
+        while ahead and len(self._started) < self.depth:
             self._begin(ahead.popleft())
 
     def wait(self, slots: Iterable[int]) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from tritonmoe.copy_engine import CopyEngine, Priority, copy_engine
+from tritonmoe.copy_engine import DEPTH, CopyEngine, Priority, copy_engine
 from tritonmoe.counters import Counters
 from tritonmoe.device_scheduler import DeviceScheduler, RoutingTables, device_addresses
 from tritonmoe.errors import InputError
@@ -39,6 +39,7 @@ from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Specu
 logger = logging.getLogger(__name__)
 
 NOTHING = Wave({}, {}, [])
+SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 
 
@@ -239,6 +240,7 @@ class OffloadedExperts(Experts):
         if self._is_torn:
             self._start_afresh()
         self._is_torn = True
+        self.copies.depth = SCAN_DEPTH if is_prefill else DEPTH
         counters = self.prefill_counters if is_prefill else self.counters
         if layer_id == self._moe_layers[0] and self.scheduler.counters is not counters:
             self._add_waits(self.scheduler.counters)
@@ -496,9 +498,7 @@ class OffloadedExperts(Experts):
     def _prefill(self, turn: Turn) -> None:
         """Compute with the wanted experts, in as many waves as the slots need, half of them being filled meanwhile."""
         layer_id = turn.layer_id
-        self._await_device()
-        turn.read()
-        wanted = distinct(turn.ids)
+        wanted = self._wanted(turn.topk_ids)
         self._cancel(self.scheduler.refute(layer_id, wanted))
         is_scan = len(wanted) >= SCAN_SHARE * self._num_experts
         plan = self.scheduler.plan(layer_id, wanted, max(1, self.pool.num_slots // 2), is_scan)
@@ -513,7 +513,19 @@ class OffloadedExperts(Experts):
         assert plan.is_done, "no slot could be had for an expert that is needed"
         self.copies.pump()
         if self.hooks.on_layer is not None:
+            self._await_device()
+            turn.read()
             self.hooks.on_layer(layer_id, True, turn.ids, turn.weights, {})
+
+    def _wanted(self, topk_ids: torch.Tensor) -> list[int]:
+        """The different ids in order; they are marked on the device, for a prompt has tens of thousands."""
+        marks = torch.zeros(self._num_experts, dtype=torch.uint8, device=topk_ids.device)
+        marks.index_fill_(0, topk_ids.flatten().long(), 1)
+        if marks.is_cuda:
+            landing = torch.empty(marks.shape, dtype=marks.dtype, pin_memory=True)
+            marks = landing.copy_(marks, non_blocking=True)
+            self._await_device()
+        return np.flatnonzero(marks.numpy()).tolist()
 
     def _next_wave(self, layer_id: int, plan: Plan) -> Wave | None:
         """Plan a wave and enqueue the copies it needs."""

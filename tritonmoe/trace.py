@@ -94,8 +94,8 @@ class LayerRun:
 
     @property
     def wanted(self) -> list[int]:
-        """The distinct ids in the order of their first appearance."""
-        return list(dict.fromkeys(self.ids.ravel().tolist()))
+        """The distinct ids: those of a decode step in the order of their first appearance, a prompt's sorted."""
+        return np.unique(self.ids).tolist() if self.is_prefill else list(dict.fromkeys(self.ids.ravel().tolist()))
 
 
 Step = list[LayerRun]
