@@ -226,6 +226,21 @@ def headline() -> str:
     return text + f"\n`tools/bench.py` at commit {' and '.join(dict.fromkeys(commits))}.\n"
 
 
+def headline_offload() -> str:
+    """Exact decoding with experts in host memory, by the share of them that is found in slots."""
+    part = read("routing-qwen3-30b-a3b.json")
+    rows = [
+        [percent(row["hit_rate"]), figure(row["tpot_ms"]["median"]), figure(row["floor_ms"]["median"])]
+        for row in part["rows"]
+        if row["policy"].startswith("exact") and not row["is_timing_only"]
+    ]
+    text = table(["found in slots, %", "ms per token", "floor"], sorted(rows, key=lambda row: float(row[0])))
+    return (
+        f"{part['model']} in {part['dtype']} on {machine(part)}:\n\n{text}\n`tools/bench_routing.py` at commit "
+        f"{part['provenance']['commit']}.\n"
+    )
+
+
 def kernels() -> str:
     part = read("kernels.json")
     copy, product = part["rates"]["copy_bytes_per_s"], part["rates"]["matrix_flop_per_s"]
@@ -391,6 +406,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "gpu-parity": gpu_parity,
     "gpu-tests": gpu_tests,
     "headline": headline,
+    "headline-offload": headline_offload,
     "bench-decode": lambda: "\n".join(map(bench, BENCHES)),
     "kernels": kernels,
     "profile-decode": profile_decode,
