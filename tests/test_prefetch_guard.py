@@ -21,7 +21,7 @@ def test_stops_layers_that_waste_as_much_as_they_use() -> None:
     assert one.is_off.tolist() == [False, True, False]  # the last has not fetched enough to be judged
     line = one.line()
     assert line is not None
-    assert "stopped for 1 of 3 layers (1)" in line
+    assert "stopped for 1 layers (1)" in line
 
 
 def test_judges_what_is_new() -> None:

@@ -40,7 +40,7 @@ from bench.random_weights import random_weights
 from bench.synthetic_routing import SyntheticRouting
 from bench.table_replay import EVERYTHING, MINIMUM, Case, Model, Replay, TableReplay, gather_rate, run
 from bench.trace import PROFILED_STEPS, host_launches, profile_steps
-from bench_offload import random_store
+from bench_offload import EMBEDDING_SCALE, random_store
 from provenance import ROOT, provenance
 
 from tritonmoe.architectures import parse_config
@@ -317,7 +317,7 @@ def prepare(options: argparse.Namespace, spec: ModelSpec) -> Bench:
     """Weights, the resident step, and the store. InputError where they do not fit."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     weights = random_weights(spec, device, dtype)
-    weights.embedding.normal_(0.0, 1.0)  # as those of the store's model
+    weights.embedding.normal_(0.0, EMBEDDING_SCALE)  # as those of the store's model
     resident = Replay(Decoder(spec, weights), options.context, RESIDENT_WARM_STEPS + options.steps)
     store, others = random_store(spec, dtype, device)
     bench = Bench(options, Model(spec, others, store), options.config.stem, resident)

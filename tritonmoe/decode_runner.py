@@ -20,9 +20,9 @@ class DecodeRunner:
     """The sequences of one batch, advancing by a token at a time.
 
     `begin`, then `sample` with the logits of the prefill, then `launch` for every further token. Each of the last two
-    enqueues one token per row, which `tokens` hands out in order; on a GPU nothing but `tokens` waits. A row that has
-    ended keeps advancing with the others, so that the shape of the step, and with it the rounding of the other rows,
-    stays the same; what it computes beyond the cache is not stored.
+    enqueues one token per row, which `tokens` hands out in order; on a GPU `launch` does not wait, unless the host has
+    to decide in the middle of a step. A row that has ended keeps advancing with the others, so that the shape of the
+    step, and with it the rounding of the other rows, stays the same; what it computes beyond the cache is not stored.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int, capture: bool = True) -> None:
@@ -58,6 +58,7 @@ class DecodeRunner:
 
     def launch(self) -> None:
         """Run the last token of every row through the model and draw the next one."""
+        self._decoder.experts.begin_step(self.batch)
         self._steps.launch()
         self._decoder.experts.step_launched()
 
@@ -116,10 +117,10 @@ class _DeviceSteps:
         self._positions = torch.zeros(batch, dtype=torch.int64, device=device)
         self._result = torch.zeros(batch, dtype=torch.int64, device=device)
         self._sampler = BatchSampler([SamplingParams()] * batch, self._vocab_size, device)
-        self._capture = capture and self._decoder.experts.is_capturable
+        self._may_capture = capture
         # By whether every row is greedy, which needs no sorting. None: the step has run, and can be captured now.
         self._graphs: dict[bool, StepGraph | None] = {}
-        self._layout = self._decoder.experts.layout  # of the memory that the captured steps address
+        self._layout = self._decoder.experts.layout  # what the captured steps rely on
         self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(MAX_UNREAD))
         self._drawn: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
 
@@ -147,7 +148,7 @@ class _DeviceSteps:
             self._graphs.clear()
             self._layout = self._decoder.experts.layout
         kind = self._sampler.is_greedy
-        graph = self._graphs.get(kind)
+        graph = self._graphs.get(kind) if self._capture else None
         if graph is None and kind in self._graphs and self._capture:
             graph = self._graphs[kind] = self._captured()
         if graph is not None:
@@ -156,6 +157,11 @@ class _DeviceSteps:
             self._step()
             self._graphs[kind] = None
         self._fetch()
+
+    @property
+    def _capture(self) -> bool:
+        """Whoever records a trace, meanwhile, wants every launch to be made."""
+        return self._may_capture and self._decoder.experts.is_capturable
 
     @property
     def lookahead(self) -> int:
@@ -193,7 +199,7 @@ class _DeviceSteps:
         graph, experts = StepGraph(), self._decoder.experts
         experts.step_graph = graph
         try:
-            graph.capture(self._step)
+            graph.capture(self._step, experts.abandon_step)
         finally:
             experts.step_graph = None
         return graph

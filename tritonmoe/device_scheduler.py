@@ -32,7 +32,7 @@ from tritonmoe.policy import Policy
 from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
-from tritonmoe_kernels.planner_state import HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
+from tritonmoe_kernels.planner_state import FREE, HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
 from tritonmoe_kernels.routing import NormRouterOutput
 
 GUARD_STEPS = 32  # between two looks of the guard
@@ -72,20 +72,21 @@ class DeviceScheduler:
         self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
         self._record_bytes = store.layout.num_bytes
         self._top_k = max(moe.num_experts_per_tok for moe in spec.moe_layers.values())
-        self._batch, self._moe_layers = batch, list(spec.moe_layers)
+        self.batch, self._moe_layers = batch, list(spec.moe_layers)
         most = 0 if policy.predictor == "none" else min(self._num_experts, self._top_k + policy.candidates)
         device, num_layers = buffer.device, len(spec.layers)
-        self.state = PlannerState.allocate(
-            num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
-        )
-        # A layer is foretold once at every distance, each into a list of its own: the last may still be copied.
-        self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
-        bases = [addresses.get(layer, 0) for layer in range(num_layers)]
-        self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-        self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
-        # Of the step before, for the predictor of that name.
-        self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
-        self._recall = torch.zeros(num_layers, 5, dtype=torch.int64, device=device)
+        with torch.inference_mode(False):  # the state outlives the mode of whoever runs the first step
+            self.state = PlannerState.allocate(
+                num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
+            )
+            # A layer is foretold once at every distance, each into a list of its own: the last may still be copied.
+            self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
+            bases = [addresses.get(layer, 0) for layer in range(num_layers)]
+            self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
+            self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            # Of the step before, for the predictor of that name.
+            self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            self._recall = torch.zeros(num_layers, 5, dtype=torch.int64, device=device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
         self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
@@ -102,17 +103,16 @@ class DeviceScheduler:
         state, clock = self.state, max(1, pool.clock)
         is_mapped = torch.from_numpy(pool.key_of >= 0)
         score = torch.from_numpy(pool.score)
-        used_at = torch.where(score > 0, score, 0)
+        # A score is that of a use at some tick, and with lfu num_layers more for every use: by then, not by now.
+        later = (score - clock).clamp(min=0)
+        used_at = score - pool.num_layers * -(-later // pool.num_layers)
         if pool.eviction == "lfu":
-            uses = torch.from_numpy(pool.uses.ravel()[np.maximum(pool.key_of, 0)])
-            used_at = torch.where(score > 0, (score - pool.num_layers * uses).clamp(min=1), 0)
             state.uses.copy_(torch.from_numpy(pool.uses))
             state.uses_period.fill_(clock // (HALF_LIFE * pool.num_layers))
-        fresh = PlannerState.allocate(1, 1, len(state.key_of), 1, 1, 0, "cpu")
         state.slot_of.copy_(torch.from_numpy(pool.slot_of))
         state.key_of.copy_(torch.from_numpy(pool.key_of))
         # A guess that nobody used has no layer to wait for any more: it goes first, as one that was wrong.
-        state.score.copy_(torch.where(is_mapped, torch.where(score > 0, score, 1), fresh.score))
+        state.score.copy_(torch.where(is_mapped, torch.where(score > 0, score, 1), FREE))
         state.used_at.copy_(torch.where(is_mapped, used_at.clamp(min=1), 0))
         epoch = torch.where(is_mapped, 2 * clock, 0)
         state.copy_epoch.copy_(epoch)
@@ -125,6 +125,9 @@ class DeviceScheduler:
         state.header.copy_(header)
         self._last_ids.fill_(-1)
         self._foretold.clear()
+        self._side.reset()
+        self._fetch.reset()
+        self._demand = self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
             self._guard, self._look = self._new_guard(), None
@@ -135,7 +138,6 @@ class DeviceScheduler:
         if self._buffer.is_cuda:
             torch.cuda.synchronize(self._buffer.device)
         header = self.state.header.tolist()
-        assert header[Header.ERROR] == 0, "no slot could be had for an expert that is needed"
         key_of = self.state.key_of.cpu().numpy().astype(np.int64)
         is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
         score = np.maximum(self.state.score.cpu().numpy(), 0)
@@ -146,10 +148,13 @@ class DeviceScheduler:
 
     def collect(self, counters: Counters) -> None:
         """Add what was counted since the last call."""
-        tick = int(self.state.header[Header.TICK])
+        header = self.state.header.tolist()
+        if header[Header.ERROR]:
+            raise RuntimeError("no slot could be had for an expert that is needed: the last outputs are wrong")
+        tick = header[Header.TICK]
         steps, self._counted_tick = (tick - self._counted_tick) // len(self._moe_layers), tick
         if steps:
-            counters.tokens += steps * self._batch
+            counters.tokens += steps * self.batch
             counters.wait_s = None
         total, recall = self.state.counters.cpu().numpy().copy(), self._recall.tolist()
         counts, self._collected = (total - self._collected).tolist(), total
@@ -243,7 +248,8 @@ class DeviceScheduler:
         later = [layer for layer in self._moe_layers if layer > layer_id]
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
-        num_routed, table = self._batch * self._top_k, None if self._tables is None else self._tables.foretold
+        num_routed = min(self._num_experts, self.batch * self._top_k)
+        table = None if self._tables is None else self._tables.foretold
         with self._side.fork():
             for target, ids in guesses.items():
                 distance = later.index(target) + 1
@@ -269,6 +275,11 @@ class DeviceScheduler:
         self._fetch.join()
         if self._tables is not None:
             self.state.header[Header.STEP].add_(1)
+
+    def abandon(self) -> None:
+        """Have every branch end here, whatever it was doing: a capture failed."""
+        self._side.abandon()
+        self._fetch.abandon()
 
     def _other_list(self) -> PlannerState:
         """The same state with a prefetch list of its own."""
@@ -306,13 +317,21 @@ class _Branch:
     def join(self, done: object = None) -> None:
         """What is launched from here on runs behind the branch, or behind what it had launched when it was `done`."""
 
+    def abandon(self) -> None:
+        """`join`, in whatever state a failure left the branch."""
+
+    def reset(self) -> None:
+        """Nothing launched before is awaited any more."""
+
 
 class _StreamBranch(_Branch):
     def __init__(self, device: torch.device, priority: int) -> None:
         self._stream = torch.cuda.Stream(device, priority=priority)
+        self._is_forked = False
 
     @contextlib.contextmanager
     def fork(self) -> Iterator[_Branch]:
+        self._is_forked = True
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield self
@@ -324,7 +343,15 @@ class _StreamBranch(_Branch):
         if isinstance(event, torch.cuda.Event):
             torch.cuda.current_stream().wait_event(event)
         if event is self.done:
-            self.done = None
+            self.done, self._is_forked = None, False
+
+    def abandon(self) -> None:
+        if self._is_forked:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self.reset()
+
+    def reset(self) -> None:
+        self.done, self._is_forked = None, False
 
 
 def _branch(device: torch.device, priority: int) -> _Branch:

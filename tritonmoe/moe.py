@@ -63,6 +63,12 @@ class Experts:
     def begin_decode(self, batch: int) -> None:
         """Decode steps of so many sequences follow."""
 
+    def begin_step(self, batch: int) -> None:
+        """A decode step of so many sequences follows, whatever was run since the last one."""
+
+    def abandon_step(self) -> None:
+        """A step that was being captured has failed."""
+
     def step_launched(self) -> None:
         """A decode step has been launched."""
 

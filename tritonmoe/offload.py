@@ -1,5 +1,7 @@
 """The MoE block of a model whose experts live in host memory: fetched into slots, foretold, computed as they arrive.
 
+Decode steps are planned and fetched on the device where it can do that (`DeviceScheduler`), else on the host.
+
 A decode layer, on the host: read the ids that the router chose (and those foretold for later layers), plan, enqueue the
 missing records' copies, run the experts that are there, then the others as their copies are ordered before them. What
 is foretold is copied behind what is needed. The host waits for the ids alone, never for a copy. On a GPU all that is
@@ -16,19 +18,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from tritonmoe.copy_engine import DEPTH, CopyEngine, Priority, copy_engine
 from tritonmoe.counters import Counters
-from tritonmoe.device_scheduler import DeviceScheduler, RoutingTables, device_addresses
+from tritonmoe.device_scheduler import GUARD_STEPS, DeviceScheduler, RoutingTables, device_addresses
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.moe import Experts, routing_rule
 from tritonmoe.operations import Operations
 from tritonmoe.policy import Policy, minimum_slots
 from tritonmoe.predictors import Predictor
+from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.scheduler import Plan, Scheduler, Wave
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
@@ -41,6 +45,15 @@ logger = logging.getLogger(__name__)
 NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
+
+
+class Block(NamedTuple):
+    """What a layer computes: the experts `topk_ids` [T, K] of x [T, H], into out [T, K, H]."""
+
+    layer_id: int
+    x: torch.Tensor
+    topk_ids: torch.Tensor
+    out: torch.Tensor
 
 
 class Turn:
@@ -57,7 +70,8 @@ class Turn:
         out: torch.Tensor,
     ) -> None:
         """`guesses` by later layer; `out` [T, K, H] is where the experts' outputs go."""
-        self.layer_id, self.x, self.topk_ids, self.out = layer_id, routed.x, routed.topk_ids, out
+        self.block = Block(layer_id, routed.x, routed.topk_ids, out)
+        self.layer_id, self.x, self.out = layer_id, routed.x, out
         self.later = list(guesses)
         parts = [routed.topk_ids, routed.topk_weights.view(torch.int32), *(guess.ids for guess in guesses.values())]
         ends = np.cumsum([part.shape[1] for part in parts]).tolist()
@@ -139,12 +153,18 @@ class OffloadedExperts(Experts):
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
         self._device: DeviceScheduler | None = None  # that holds the slots now; else the pool does
         self._devices: dict[int, DeviceScheduler] = {}  # by batch size
+        self._least: dict[int, int] = {}  # slots, by batch size
+        self._told: set[str] = set()  # why the host plans, printed once
+        self._guard: PrefetchGuard | None = None  # of steps that the host plans
+        self._guard_line: str | None = None  # of the device's last steps
+        self._steps = 0
         self._plan_on_device = weights.embedding.is_cuda if plan_on_device is None else plan_on_device
         self._tables = tables
         self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
         self.is_capturable = not measure
         self._resizes = 0
+        self._is_closed = False
 
     @property
     def needs_host(self) -> bool:
@@ -162,6 +182,9 @@ class OffloadedExperts(Experts):
         self.counters, self.prefill_counters = Counters(layers, record_bytes), Counters(layers, record_bytes)
         self.scheduler.counters = self.counters
         self.copies.num_copies = 0
+        nothing = np.zeros(layers, dtype=np.int64)
+        self._guard = PrefetchGuard(record_bytes, nothing, nothing) if self.policy.guards_prefetch else None
+        self._guard_line = None
 
     def begin_decode(self, batch: int) -> None:
         """Hand the slots to the device's scheduler for the decode steps that follow, where it can do them."""
@@ -171,42 +194,67 @@ class OffloadedExperts(Experts):
             device.load(self.pool)
             self._device = device
 
+    def begin_step(self, batch: int) -> None:
+        device = self._device
+        if device is not None and device.batch == batch and not self._is_torn:
+            return
+        # Somebody else has used the slots, or a step of the device's was interrupted: what it did not fetch is lost.
+        if device is not None or self._device_scheduler(batch) is not None:
+            self.begin_decode(batch)
+
+    def abandon_step(self) -> None:
+        self._is_torn = True
+        if self._device is not None:
+            self._device.abandon()
+
     def step_launched(self) -> None:
         if self._device is not None:
             self._device.step_launched()
 
     def _device_scheduler(self, batch: int) -> DeviceScheduler | None:
-        if not self._plan_on_device or not self.is_capturable or batch > MAX_DECODE_TOKENS:
+        if not self._plan_on_device or not self.is_capturable or self.hooks.on_layer is not None:
             return None
-        if self.hooks.on_layer is not None:
-            return None
-        if self.pool.num_slots < minimum_slots(self._spec, self.policy, batch) or self.policy.predictor == "oracle":
-            return None
+        least = self._least.get(batch) or self._least.setdefault(batch, minimum_slots(self._spec, self.policy, batch))
+        if batch > MAX_DECODE_TOKENS:
+            return self._host_plans(f"{batch} sequences at once are more than {MAX_DECODE_TOKENS}")
+        if self.pool.num_slots < least:
+            return self._host_plans(f"{batch} sequence(s) at once need {least} slots, not {self.pool.num_slots}")
+        if self.policy.predictor == "oracle":
+            return self._host_plans("it knows the oracle's answers")
         if batch not in self._devices:
             addresses = device_addresses(self._store, self._buffer.device)
             if isinstance(addresses, str):
-                self._plan_on_device = False
-                logger.warning("the host plans every decode step, which is slower: %s", addresses)
-                return None
+                return self._host_plans(addresses)
             self._devices[batch] = DeviceScheduler(
                 self._ops, self._spec, self._store, self._buffer, addresses, self.policy, batch, self._tables
             )
         return self._devices[batch]
 
+    def _host_plans(self, why: str) -> None:
+        if why not in self._told:
+            self._told.add(why)
+            logger.warning("the host plans decode steps, which is slower: %s", why)
+
     def _take_back(self) -> None:
         """Have the pool hold the slots again."""
-        device, self._device = self._device, None
-        if device is not None:
-            device.store(self.pool)
-            device.collect(self.counters)
+        device = self._device
+        if device is None:
+            return
+        self._is_torn = True  # until the pool is true of the slots
+        self._device = None
+        device.collect(self.counters)
+        self._guard_line = device.guard_line()
+        device.store(self.pool)
+        self._is_torn = False
 
     def report(self) -> list[str]:
         if self._device is not None:
             self._device.collect(self.counters)
+            self._guard_line = self._device.guard_line()
         self._add_waits(self.scheduler.counters)
         fetched = self.prefill_counters.moved_records() * self._store.layout.num_bytes
         lines = [*self.counters.lines(), f"prefill fetched {fetched / 1e6:,.1f} MB"]
-        guarded = None if self._device is None else self._device.guard_line()
+        guarded = self._guard_line or (None if self._guard is None else self._guard.line())
         return lines if guarded is None else [*lines, guarded]
 
     def waited_s(self) -> float:
@@ -221,14 +269,24 @@ class OffloadedExperts(Experts):
 
     def close(self) -> None:
         """Stop copying, and make the store's memory pageable again."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._buffer.is_cuda:  # fetches may be under way on the device's own branch
+            torch.cuda.synchronize(self._buffer.device)
         self.copies.close()
         self._store.close()
 
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill and self._device is not None:
             self._take_back()
-        if self.step_graph is not None or self._device is not None:
+        if self.step_graph is not None:
             return super().layer(layer_id, residual, delta, is_prefill)
+        if self._device is not None:
+            self._is_torn = True  # what was planned and not fetched would be awaited for ever
+            residual = super().layer(layer_id, residual, delta, is_prefill)
+            self._is_torn = False
+            return residual
         self._enter(layer_id, is_prefill)
         self.copies.pump()
         residual = super().layer(layer_id, residual, delta, is_prefill)
@@ -265,6 +323,7 @@ class OffloadedExperts(Experts):
         self.scheduler.resize(num_slots)
         moved = self.copies.num_copies
         self._devices.clear()
+        del self._buffer, self._slots, self.copies  # freed before as many again are allocated
         self._buffer, self.copies = self._make_slots(num_slots)
         self._slots = self._store.layout.views(self._buffer)
         self.copies.num_copies = moved
@@ -338,7 +397,10 @@ class OffloadedExperts(Experts):
 
     def _compute(self, layer_id: int, routed: NormRouterOutput, out: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill:
-            self._prefill(Turn(layer_id, routed, {}, out))
+            self._prefill(Block(layer_id, routed.x, routed.topk_ids, out))
+            if self.hooks.on_layer is not None:
+                ids, weights = routed.topk_ids.cpu().numpy(), routed.topk_weights.cpu().numpy()
+                self.hooks.on_layer(layer_id, True, ids, weights, {})
             return routed.topk_weights
         if self._device is not None:
             self._compute_on_device(self._device, layer_id, routed, out)
@@ -446,6 +508,7 @@ class OffloadedExperts(Experts):
         if layer_id == self._moe_layers[0]:
             self.predictor.begin_step()
             self.counters.tokens += len(ids)
+            self._judge_prefetching()
         turn.foretold.update(self.predictor.known(layer_id))
         self.predictor.observe(layer_id, ids)
         if self.policy.execute == "routed":  # else what is foretold is what runs
@@ -457,10 +520,21 @@ class OffloadedExperts(Experts):
         plan = self.scheduler.plan(layer_id, wanted)
         wave = self._next_wave(layer_id, plan)
         while wave is not None and not plan.is_done:  # the slots do not hold all at once
-            self._run_wave(turn, wave)
+            self._run_wave(turn.block, wave)
             wave = self._next_wave(layer_id, plan)
         assert plan.is_done, "no slot could be had for an expert that is needed"
         turn.assign(NOTHING if wave is None else wave, self._num_experts)
+
+    def _judge_prefetching(self) -> None:
+        """Now and then, by what was counted of steps that the host plans."""
+        self._steps += 1
+        if self._guard is not None and self._steps % GUARD_STEPS == 0:
+            layers, record_bytes = self.counters.layers, self._store.layout.num_bytes
+            used, wasted = (
+                np.array([getattr(layer, name) for layer in layers], dtype=np.int64) * record_bytes
+                for name in ("prefetched_used", "prefetched_wasted")
+            )
+            self._guard.look(used, wasted)
 
     def _await_device(self) -> None:
         """Until everything launched so far has run; meanwhile copies go on."""
@@ -495,10 +569,10 @@ class OffloadedExperts(Experts):
             turn.is_ahead = True
             self._prefetch(turn.foretold)
 
-    def _prefill(self, turn: Turn) -> None:
+    def _prefill(self, block: Block) -> None:
         """Compute with the wanted experts, in as many waves as the slots need, half of them being filled meanwhile."""
-        layer_id = turn.layer_id
-        wanted = self._wanted(turn.topk_ids)
+        layer_id = block.layer_id
+        wanted = self._wanted(block.topk_ids)
         self._cancel(self.scheduler.refute(layer_id, wanted))
         is_scan = len(wanted) >= SCAN_SHARE * self._num_experts
         plan = self.scheduler.plan(layer_id, wanted, max(1, self.pool.num_slots // 2), is_scan)
@@ -508,14 +582,10 @@ class OffloadedExperts(Experts):
             following = self._next_wave(layer_id, plan)
             if plan.is_done:
                 self._prefetch(foretold)
-            self._run_wave(turn, wave)
+            self._run_wave(block, wave)
             wave = following if following is not None else self._next_wave(layer_id, plan)
         assert plan.is_done, "no slot could be had for an expert that is needed"
         self.copies.pump()
-        if self.hooks.on_layer is not None:
-            self._await_device()
-            turn.read()
-            self.hooks.on_layer(layer_id, True, turn.ids, turn.weights, {})
 
     def _wanted(self, topk_ids: torch.Tensor) -> list[int]:
         """The different ids in order; they are marked on the device, for a prompt has tens of thousands."""
@@ -536,31 +606,34 @@ class OffloadedExperts(Experts):
             self.copies.pump()
         return wave
 
-    def _run_wave(self, turn: Turn, wave: Wave) -> None:
+    def _run_wave(self, block: Block, wave: Wave) -> None:
         """Compute with a wave now, and finish it."""
         missing = wave.missing
         # Before any wait: on a GPU the tables would queue up behind the records.
-        ready_ids, missing_ids = self._slot_ids(turn, wave.ready), self._slot_ids(turn, missing)
+        ready_ids, missing_ids = (self._slot_ids(block.topk_ids, slots) for slots in (wave.ready, missing))
         if ready_ids is not None:
-            self._run_slots(turn.layer_id, turn.x, ready_ids, self._slots, turn.out)
+            self._run_slots(block.layer_id, block.x, ready_ids, self._slots, block.out)
         if missing_ids is not None:
             self.copies.wait(missing.values())
-            self._run_slots(turn.layer_id, turn.x, missing_ids, self._slots, turn.out)
-        self._release(turn.layer_id, wave)
+            self._run_slots(block.layer_id, block.x, missing_ids, self._slots, block.out)
+        self._release(block.layer_id, wave)
 
-    def _slot_ids(self, turn: Turn, slots: dict[int, int]) -> torch.Tensor | None:
-        """The slot of each of the turn's ids, -1 where it is not among `slots`: [T, K] int32; None where none is."""
+    def _slot_ids(self, topk_ids: torch.Tensor, slots: dict[int, int]) -> torch.Tensor | None:
+        """The slot of each id, -1 where it is not among `slots`: [T, K] int32 on the device; None where none is."""
         if not slots:
             return None
         table = torch.from_numpy(slot_table(slots, self._num_experts))
-        if turn.topk_ids.is_cuda:
-            table = table.pin_memory().to(turn.topk_ids.device, non_blocking=True)
-        return table.index_select(0, turn.topk_ids.flatten()).view(turn.topk_ids.shape)
+        if topk_ids.is_cuda:
+            table = table.pin_memory().to(topk_ids.device, non_blocking=True)
+        return table.index_select(0, topk_ids.flatten()).view(topk_ids.shape)
 
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
         # What will run anyway is no guess.
         priority = Priority.DEMAND if self.policy.execute == "speculated" else Priority.PREFETCH
+        guard = self._guard
         for later in sorted(foretold):
+            if guard is not None and guard.is_off[later]:
+                continue
             # Best first: every token's most likely expert, then every token's second.
             for expert, slot, epoch in self.scheduler.prefetch(later, distinct(foretold[later].T)):
                 self.copies.submit(self._store.record(later, expert), slot, epoch, priority)

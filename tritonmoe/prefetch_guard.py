@@ -41,6 +41,6 @@ class PrefetchGuard:
             return None
         shown = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
         return (
-            f"prefetching wasted more than it brought and was stopped for {len(layers)} of {len(self.is_off)} layers "
-            f"({shown}); --prefetch always keeps it on"
+            f"prefetching wasted more than it brought and was stopped for {len(layers)} layers ({shown}); "
+            "--prefetch always keeps it on"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 
 import torch
@@ -20,20 +21,23 @@ class StepGraph:
         self._pool = torch.cuda.graph_pool_handle()
         self._piece: torch.cuda.CUDAGraph | None = None
 
-    @property
-    def has_pauses(self) -> bool:
-        """Whether the host is needed before the step has ended."""
-        return len(self._parts) > 1
+    def capture(self, step: Callable[[], object], abandon: Callable[[], object]) -> None:
+        """Record what `step` launches. It must have run before, so that nothing is compiled or allocated first now.
 
-    def capture(self, step: Callable[[], object]) -> None:
-        """Record what `step` launches. It must have run before, so that nothing is compiled or allocated first now."""
+        If it fails, `abandon` joins what it forked to other streams, without which a capture cannot end.
+        """
         torch.cuda.synchronize()
         with torch.cuda.stream(torch.cuda.Stream()):
-            self._begin()
             try:
+                self._begin()
                 step()
-            finally:  # a capture that goes on would make every later call fail
                 self._end()
+            except BaseException:  # a capture that goes on would make every later call fail
+                with contextlib.suppress(RuntimeError):
+                    abandon()
+                with contextlib.suppress(RuntimeError):
+                    self._end()
+                raise
         self._parts += self._last
 
     def pause(self, act: Callable[[], object]) -> None:
@@ -51,11 +55,13 @@ class StepGraph:
             part()
 
     def _begin(self) -> None:
-        self._piece = torch.cuda.CUDAGraph()
+        piece = torch.cuda.CUDAGraph()
         # Other threads may use the GPU meanwhile: the one that feeds a progress bar, a second engine's.
-        self._piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        piece.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._piece = piece
 
     def _end(self) -> None:
-        assert self._piece is not None
-        self._piece.capture_end()
-        self._parts.append(self._piece.replay)
+        piece, self._piece = self._piece, None
+        if piece is not None:
+            piece.capture_end()
+            self._parts.append(piece.replay)

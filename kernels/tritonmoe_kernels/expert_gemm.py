@@ -132,7 +132,7 @@ def _down_decode_kernel(
     PDL: tl.constexpr,
 ):
     pair = tl.program_id(0)
-    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # gate_up read it too, so it was written before the last launch
+    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # written before the last launch, as the slot's weights
     if slot < 0:
         await_inputs(PDL)
         release_dependents(PDL)
@@ -306,7 +306,8 @@ def expert_gemm(
     wide), each matrix is contiguous. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
     passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
     `part` "gate_up" (which returns `hidden`) or "down" runs that half alone of the decode form: experts that arrive
-    late are put through gate_up when they are there, and then all through down.
+    late are put through gate_up when they are there, and then all through down. As down reads ids and weights early
+    (dependent_launch.py), both must have been written before the launch in front of it, which gate_up is.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
