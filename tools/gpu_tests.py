@@ -1,10 +1,12 @@
-"""Run the tests that a GPU is for, kernels included, and store their summary; arguments go to pytest.
+"""Run the tests that a GPU is for, kernels included, and store their summary; other arguments go to pytest.
 
-Most of their time is compiling, so they are dealt out to several processes.
+Most of their time is compiling, so they are dealt out to several processes, a few tests of one file at a time. With
+`--time-limit S` what has not ended after so many seconds is stopped, and counted as not run.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import subprocess
@@ -17,6 +19,7 @@ from provenance import ROOT, provenance
 
 OUTPUT = ROOT / "docs/measurements/gpu-tests.json"
 PROCESSES = 14
+TESTS_PER_PART = 24  # of one file: what they compile they share; and what is lost where a part is stopped
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu or kernel"]
 # What the parity tests print, one line per architecture.
 PARITY = re.compile(r"^(\S+): rms error (\S+), transformers (\S+), ratio (\S+)$", re.MULTILINE)
@@ -34,11 +37,27 @@ def collect(arguments: list[str]) -> list[str]:
     return found
 
 
-def run(tests: list[str]) -> str:
+def deal(tests: list[str]) -> list[list[str]]:
+    """The tests in parts of one file each."""
+    files: dict[str, list[str]] = {}
+    for test in tests:
+        files.setdefault(test.partition("::")[0], []).append(test)
+    starts = [(found, i) for found in files.values() for i in range(0, len(found), TESTS_PER_PART)]
+    return [found[i : i + TESTS_PER_PART] for found, i in starts]
+
+
+def run(tests: list[str], ends: float | None) -> str | None:
+    """What pytest prints; None if it had not ended at `ends` on the clock of time.perf_counter."""
+    left = None if ends is None else ends - time.perf_counter()
+    if left is not None and left <= 0:
+        return None
     command = [*PYTEST, "-s", "-rs", "--tb=short", *tests]
-    return subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    ).stdout
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=left
+        ).stdout
+    except subprocess.TimeoutExpired:
+        return None
 
 
 def summarise(logs: list[str]) -> dict[str, object]:
@@ -63,18 +82,28 @@ def summarise(logs: list[str]) -> dict[str, object]:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--time-limit", type=float, metavar="S")
+    options, arguments = parser.parse_known_args()
     source, began = provenance(), time.perf_counter()
-    tests = collect(sys.argv[1:])
+    ends = None if options.time_limit is None else began + options.time_limit
+    parts = deal(collect(arguments))
     with ThreadPoolExecutor(PROCESSES) as pool:
-        logs = list(pool.map(run, [tests[i::PROCESSES] for i in range(min(PROCESSES, len(tests)))]))
+        logs = list(pool.map(run, parts, [ends] * len(parts)))
     for log in logs:
-        if re.search(r"\d+ (failed|error)", log):
+        if log is not None and re.search(r"\d+ (failed|error)", log):
             print(log)
-    results = summarise(logs)
+    not_run = sum(len(part) for part, log in zip(parts, logs, strict=True) if log is None)
+    results = summarise([log for log in logs if log is not None])
+    if not_run:
+        results["summary"] = f"{results['summary']}, {not_run} not run"
     results["seconds"] = round(time.perf_counter() - began)
     OUTPUT.write_text(json.dumps({"provenance": source, "results": results}, indent=1) + "\n")
     print(f"{results['summary']} in {results['seconds']} s")
-    return int("failed" in str(results["summary"]) or "error" in str(results["summary"]))
+    for part, log in zip(parts, logs, strict=True):
+        if log is None:
+            print(f"not run to its end: {part[0]} and {len(part) - 1} more")
+    return int(any(word in str(results["summary"]) for word in ("failed", "error", "not run")))
 
 
 if __name__ == "__main__":

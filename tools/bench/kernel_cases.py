@@ -13,6 +13,9 @@ from tritonmoe_kernels.attention import attention_decode, attention_prefill, dec
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm
 from tritonmoe_kernels.linear import linear
 from tritonmoe_kernels.norm_router import NormRouterOutput, Routing, add_rms_norm, norm_router, route_topk
+from tritonmoe_kernels.plan import plan_demand, plan_prefetch
+from tritonmoe_kernels.planner_state import PlannerState
+from tritonmoe_kernels.recall import count_recall
 from tritonmoe_kernels.rope_qk import rope_qk
 from tritonmoe_kernels.sort_tokens import sort_tokens
 from tritonmoe_kernels.speculate import speculate
@@ -184,6 +187,24 @@ def choosing(tokens: int, num_experts: int, rule: Routing, _dtype: torch.dtype) 
     return Case([partial(route_topk, logits, rule)] * 10, logits.nbytes)
 
 
+def planning(kind: str, layers: int, num_experts: int, top_k: int) -> Case:
+    """A layer's plan of one token whose experts, routed or foretold, are all in slots; the layers take turns."""
+    ids = torch.stack([torch.randperm(num_experts, device=DEVICE)[:top_k] for _ in range(layers)]).int()
+    state = PlannerState.allocate(layers, num_experts, 2 * layers * top_k, 1, top_k, top_k, DEVICE)
+    weights, slots = torch.rand(1, top_k, device=DEVICE), torch.empty(3, 1, top_k, dtype=torch.int32, device=DEVICE)
+    counts = torch.zeros(layers, 5, dtype=torch.int64, device=DEVICE)
+    demands = [partial(plan_demand, state, i, ids[i : i + 1], weights, *slots) for i in range(layers)]
+    for demand in demands:
+        demand()
+    state.landed.copy_(state.copy_epoch)
+    launches: dict[str, list[Callable[[], object]]] = {
+        "demand": [*demands],
+        "prefetch": [partial(plan_prefetch, state, i, ids[i : i + 1], 1, top_k) for i in range(layers)],
+        "recall": [partial(count_recall, ids[i : i + 1], ids[i : i + 1], weights, counts[i]) for i in range(layers)],
+    }
+    return Case(launches[kind], 12 * top_k * 8)
+
+
 QWEN3 = Routing(8, "softmax", renormalize=True)
 GPT_OSS = Routing(4, "topk_softmax")
 
@@ -201,6 +222,9 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "qwen3 decode attention 65536": lambda dtype: decode_attention(65536, 32, 4, 128, None, dtype),
     "qwen3 decode norm_router 128x2048": lambda dtype: routing(2048, 128, QWEN3, dtype),
     "qwen3 decode speculate 128x2048": lambda dtype: speculation(2048, 128, QWEN3, dtype),
+    "qwen3 decode plan_demand 8 of 128": lambda _dtype: planning("demand", 48, 128, 8),
+    "qwen3 decode plan_prefetch 8 of 128": lambda _dtype: planning("prefetch", 48, 128, 8),
+    "qwen3 decode count_recall 8 of 8": lambda _dtype: planning("recall", 48, 128, 8),
     "qwen3 decode experts 8 of 768x2048": lambda dtype: experts(1, 8, 128, 2048, 768, "silu", dtype),
     "qwen3 decode experts, products only": lambda dtype: experts(1, 8, 128, 2048, 768, "silu", dtype, "gemm"),
     "qwen3 decode experts, reduction only": lambda dtype: experts(1, 8, 128, 2048, 768, "silu", dtype, "combine"),
