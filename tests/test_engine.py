@@ -283,6 +283,20 @@ def test_caches_keep_to_the_division_of_memory(engine: Engine) -> None:
     assert "".join(limited.stream("Hello there", params, second)) == engine.generate("Hello there", params).text
 
 
+def test_runners_of_several_batch_sizes_are_kept_where_there_is_room(engine: Engine) -> None:
+    params = SamplingParams(max_new_tokens=6)
+    limited = planned(engine, 100)
+    kept = []
+    for count in (1, 2, 1, 2):
+        limited.generate_batch(["Hello"] * count, params)
+        kept.append(limited._idle[count])
+    assert kept[0] is kept[2]
+    assert kept[1] is kept[3]
+    kept.clear()
+    limited.generate_batch(["Hello"] * 5, params)  # 80 tokens: the others make room
+    assert list(limited._idle) == [5]
+
+
 def test_a_cache_no_larger_than_needed_where_room_is_short(engine: Engine) -> None:
     """A power of two would not fit for either."""
     params = SamplingParams(max_new_tokens=6)

@@ -205,8 +205,9 @@ class Engine:
         length = max(row.max_length for row in rows)
         runner = self._idle.pop(len(rows), None)
         if runner is None or runner.cache.max_length < length:
-            runner = None  # freed, as those of other batch sizes, before this one is allocated
-            self._idle.clear()
+            runner = None  # freed before its successor is allocated
+            if not self._caches.is_planned:  # else those of other batch sizes go where room is short
+                self._idle.clear()
             # A power of two, so that calls of similar lengths share it.
             capacity = min(self.max_context, 1 << (length - 1).bit_length())
             cache = self._caches.allocate(len(rows), capacity if self._caches.has_room(len(rows), capacity) else length)

@@ -35,6 +35,11 @@ class CacheMemory:
         self._release_idle = release_idle
         self._held_bytes = 0
 
+    @property
+    def is_planned(self) -> bool:
+        """Whether caches are bounded, and idle ones freed when others need their room."""
+        return self._planned_bytes is not None
+
     def has_room(self, batch: int, length: int) -> bool:
         """Whether a cache of this size can be had, if need be in place of idle ones."""
         if self._planned_bytes is None:
