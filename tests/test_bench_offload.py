@@ -68,7 +68,7 @@ def test_default_sweep(config_file: Path, capsys: pytest.CaptureFixture[str]) ->
         assert row["ratio"] == pytest.approx(row["tpot_ms"]["median"] / row["target_ms"])
         assert row["ttft_ratio"] == pytest.approx(row["ttft_ms"] / row["ttft_bound_ms"])
         assert row["ttft_bound_ms"] >= row["ttft_resident_ms"]
-        assert row["ttft_ms"] == row["ttft_runs_ms"][-1]
+        assert row["ttft_ms"] == sorted(row["ttft_runs_ms"])[1]
     on_demand = rows[0]
     assert on_demand["bytes_per_token"] == 3 * 2 * result["record_bytes"]  # layers x experts of a token
     assert on_demand["target_ms"] == pytest.approx(on_demand["floor_ms"] + on_demand["resident_ms"])

@@ -1,8 +1,8 @@
 """Time `fetch` in CUDA graphs, by programs and tiles, beside the copy engine's rate over the same host memory.
 
 A figure is the median over replays of (graph time / launches). Each launch of a graph reads other records of the host
-and writes other slots than the few before it. Rates are checked against nothing before every byte that the default
-tiles moved is found right.
+and writes other slots than the few before it. The bytes moved are counted, and those of the default tiles' last list
+are looked at.
 """
 
 from __future__ import annotations
@@ -105,7 +105,8 @@ class Bench:
             arrivals.zero_()
             for i in range(launches):
                 launch(i)
-        seconds = sorted(self._replay(graph) for _ in range(REPLAYS + 1))[REPLAYS // 2]
+        self._replay(graph)
+        seconds = sorted(self._replay(graph) for _ in range(REPLAYS))[REPLAYS // 2]
         last = launches - 1
         expected = host[keys[last, : setting.records].cpu().long()]
         if setting == Setting(setting.record_bytes, is_speculative=setting.is_speculative) and not torch.equal(

@@ -36,6 +36,7 @@ import numpy as np
 import torch
 from bench.cli import first_line, positive, release
 from bench.cli import store as write
+from bench.measure import spread
 from bench.random_weights import random_weights
 from bench.synthetic_routing import SyntheticRouting
 from bench.table_replay import EVERYTHING, MINIMUM, Case, Model, Replay, TableReplay, gather_rate, run
@@ -109,11 +110,6 @@ class Bench:
             self.replay.close()
         self.replay = None
         release(self.model.device)
-
-
-def spread(times: list[float] | np.ndarray) -> dict[str, float]:
-    p10, median, p90 = (float(value) for value in np.percentile(times, [10, 50, 90]))
-    return {"median": median, "p10": p10, "p90": p90}
 
 
 def schedule_floor_ms(misses: np.ndarray, record_bytes: int, bytes_per_s: float, window_ms: float) -> np.ndarray:

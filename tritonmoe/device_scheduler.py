@@ -86,7 +86,7 @@ class DeviceScheduler:
             self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
             # Of the step before, for the predictor of that name.
             self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
-            self._recall = torch.zeros(num_layers, 5, dtype=torch.int64, device=device)
+            self._recall = torch.zeros(num_layers, 8, dtype=torch.int64, device=device)  # 5 used: rows of 64 bytes
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
         self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
@@ -259,7 +259,7 @@ class DeviceScheduler:
                     self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
-                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id])
+                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
             if self._policy.predictor == "previous-token":
                 self._last_ids[layer_id].copy_(routed.topk_ids)
         self._foretold.update(guesses)

@@ -118,15 +118,20 @@ def time_steps(stepper: Stepper, steps: int) -> Pass:
     return Pass(step_ms, pipelined_ms, device_ms, tokens)
 
 
+def spread(times: Sequence[float] | np.ndarray) -> dict[str, float]:
+    """The median of times, with the 10th and the 90th percentile."""
+    p10, median, p90 = (float(value) for value in np.percentile(times, [10, 50, 90]))
+    return {"median": median, "p10": p10, "p90": p90}
+
+
 def summarise(runs_ms: Sequence[float], passes: Sequence[Pass], batch: int) -> dict[str, Any]:
     """The figures of one system: TTFT and TPOT in ms, tokens/s of all rows together."""
     steps = [ms for part in passes for ms in part.step_ms]
     device = [part.device_ms for part in passes if part.device_ms is not None]
-    p10, median, p90 = (float(value) for value in np.percentile(steps, [10, 50, 90]))
     return {
         "ttft_ms": float(np.median(runs_ms)),
         "ttft_runs_ms": list(runs_ms),
-        "tpot_ms": {"median": median, "p10": p10, "p90": p90},
+        "tpot_ms": spread(steps),
         "tpot_median_of_pass_ms": [float(np.median(part.step_ms)) for part in passes],
         "tpot_pipelined_ms": float(np.mean([part.pipelined_ms for part in passes])),
         "tpot_device_ms": float(np.mean(device)) if device else None,
