@@ -390,7 +390,7 @@ def test_prefetching_that_only_wastes_is_stopped(prefetch: str) -> None:
         assert "stopped" not in report[-1]
     else:
         assert total.prefetched <= 3 * (64 + 2 * 2 * 33)
-        assert "stopped for 3 layers (1, 2, 3)" in report[-1]
+        assert "stopped for layers 1, 2, 3;" in report[-1]
 
 
 def test_the_host_plans_where_the_device_cannot(caplog: pytest.LogCaptureFixture, monkeypatch: Any) -> None:

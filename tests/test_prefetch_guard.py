@@ -21,7 +21,7 @@ def test_stops_layers_that_waste_as_much_as_they_use() -> None:
     assert one.is_off.tolist() == [False, True, False]  # the last has not fetched enough to be judged
     line = one.line()
     assert line is not None
-    assert "stopped for 1 layers (1)" in line
+    assert "stopped for layer 1;" in line
 
 
 def test_judges_what_is_new() -> None:
@@ -45,4 +45,4 @@ def test_says_once_that_it_stopped_and_counts_from_what_was_before() -> None:
 def test_many_layers_are_not_all_listed() -> None:
     one = guard(40)
     one.look(np.zeros(40, dtype=np.int64), np.full(40, LEAST))
-    assert "(0, 1, 2, 3, 4, 5, 6, 7, …)" in str(one.line())
+    assert "layers 0, 1, 2, 3, 4, 5, 6, 7, … (40);" in str(one.line())

@@ -39,8 +39,8 @@ class PrefetchGuard:
         layers = np.flatnonzero(self.is_off).tolist()
         if not layers:
             return None
-        shown = ", ".join(map(str, layers[:8])) + (", …" if len(layers) > 8 else "")
+        shown = ", ".join(map(str, layers[:8])) + (f", … ({len(layers)})" if len(layers) > 8 else "")
         return (
-            f"prefetching wasted more than it brought and was stopped for {len(layers)} layers ({shown}); "
+            f"prefetching wasted more than it brought and was stopped for layer{'s' if len(layers) > 1 else ''} {shown}; "
             "--prefetch always keeps it on"
         )
