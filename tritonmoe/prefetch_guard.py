@@ -40,7 +40,7 @@ class PrefetchGuard:
         if not layers:
             return None
         shown = ", ".join(map(str, layers[:8])) + (f", … ({len(layers)})" if len(layers) > 8 else "")
+        noun = "layers" if len(layers) > 1 else "layer"
         return (
-            f"prefetching wasted more than it brought and was stopped for layer{'s' if len(layers) > 1 else ''} {shown}; "
-            "--prefetch always keeps it on"
+            f"prefetching wasted more than it brought and was stopped for {noun} {shown}; --prefetch always keeps it on"
         )
