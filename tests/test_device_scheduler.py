@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tritonmoe.model import Decoder
 from tritonmoe.policy import Policy, minimum_slots, resolve
 from tritonmoe.sampling import SamplingParams
 from tritonmoe.spec import ModelSpec
+from tritonmoe.trace import TraceRecorder, read_trace
 from tritonmoe.weights import ModelWeights
 from tritonmoe_kernels.planner_state import check_integrity
 
@@ -346,6 +348,31 @@ def test_recall_is_counted_as_the_host_counts_it() -> None:
         assert total.gate_mass_recall == pytest.approx(total.gate_mass_right / total.gate_mass)
         recalls[-1] += (round(total.gate_mass_recall or 0, 5),)
     assert recalls[0] == recalls[1]
+
+
+def test_a_trace_of_steps_in_the_middle_of_a_generation(tmp_path: Path) -> None:
+    """Recording takes the slots to the host's pool and gives them back."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = tokens(Decoder(spec, weights), 30)
+    offloaded = on_device(spec, weights, 12, POLICIES["quasi-hidden"])
+    decoder = offloaded.decoder
+    runner = DecodeRunner(decoder, KVCache.allocate(spec, 1, 32, DEVICE, torch.float32), spec.vocab_size)
+    decoder.experts.begin()
+    runner.begin([[1]], [SamplingParams()])
+    recorder, drawn = TraceRecorder(tmp_path / "t.npz"), []
+    for step in range(30):
+        if step == 10:
+            recorder.attach(decoder)
+        if step == 20:
+            recorder.detach()
+            recorder.save()
+        runner.launch()
+        drawn += runner.tokens()
+        assert decoder.experts.needs_host == (10 <= step < 20)
+    assert drawn == expected
+    assert len(read_trace(tmp_path / "t.npz").runs) == 10 * 4
+    check(offloaded)
 
 
 def test_routing_tables_take_the_place_of_routers() -> None:

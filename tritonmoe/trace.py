@@ -134,8 +134,10 @@ class TraceRecorder:
         self._write(b"", keep=False)
 
     def attach(self, decoder: Decoder) -> TraceRecorder:
-        """Begin to record. To be called before the decoder's first decode step: what is captured calls no hooks."""
+        """Begin to record, between two steps; meanwhile every step is planned on the host and nothing is captured."""
         assert self._decoder is None, "the recorder is attached already"
+        if isinstance(decoder.experts, OffloadedExperts):
+            decoder.experts.settle()  # so that the pool knows what is in the slots
         self._header = _header(decoder)
         self._decoder = decoder
         self._last = self._counted()
