@@ -134,7 +134,11 @@ def fetching(is_speculative: bool, record_words: int = 2_359_296, first: int = 0
 
 
 # Still to be tuned. The float32 case spills with triton 3.9 and does not with 3.6.
-KNOWN_SPILLS = {("attention-qwen3", "gfx1100", "bf16"), ("attention-gpt_oss", "sm_90", "fp32")}
+KNOWN_SPILLS = {
+    ("attention-qwen3", "gfx1100", "bf16"),
+    ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
+    ("plan-qwen3", "sm_120", "bf16"),  # triton 3.6
+}
 
 Case = Callable[[torch.dtype], None]
 DECODE: dict[str, Case] = {

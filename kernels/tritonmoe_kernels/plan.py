@@ -36,7 +36,7 @@ WINDOW = 32  # queue entries looked at together, and ids compared with all other
 NARROW, WIDE = 32, 128  # ids or guesses up to which one warp, or four, plan a layer's demand
 PREFETCH_WARPS = 4  # off the critical path, and it is this kernel that refills the queue
 STATES_PER_THREAD = 4  # slots whose state is read at a time; six numbers each
-RANKS_PER_THREAD = 4  # read at a time in a pass over the ranks
+RANKS_PER_THREAD = 2  # read at a time in a pass over the ranks
 COMPARISONS_PER_THREAD = 8  # of the ranks found with each other, at a time
 
 NEVER = tl.constexpr(0x7FFFFFFFFFFFFFFF)  # the rank of a slot that must not be given away
