@@ -133,7 +133,7 @@ def fetching(is_speculative: bool, record_words: int = 2_359_296, first: int = 0
     )  # fmt: skip
 
 
-# Still to be tuned. The float32 case spills with triton 3.9 and does not with 3.6.
+# Still to be tuned. Where a version of triton is named, only that one spills.
 KNOWN_SPILLS = {
     ("attention-qwen3", "gfx1100", "bf16"),
     ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
