@@ -130,9 +130,19 @@ class Experts:
         return NormRouterOutput(residual, x, logits, *self._ops.route_topk(logits, rule, weights.selection_bias))
 
     def _run_slots(
-        self, layer_id: int, x: torch.Tensor, slot_ids: torch.Tensor, slots: ExpertWeights, out: torch.Tensor
+        self,
+        layer_id: int,
+        x: torch.Tensor,
+        slot_ids: torch.Tensor,
+        slots: ExpertWeights,
+        out: torch.Tensor | None,
+        hidden: torch.Tensor | None = None,
+        part: str | None = None,
     ) -> None:
-        """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are."""
+        """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
+
+        `part` "gate_up" or "down" runs half of it, with `hidden` [T, K, I] between the two; the first needs no `out`.
+        """
         spec, _ = self._moe(layer_id)
         self._ops.expert_gemm(
             x,
@@ -145,7 +155,9 @@ class Experts:
             spec.swiglu_limit,
             spec.swiglu_alpha,
             out,
+            hidden,
             num_experts=spec.num_experts,
+            part=part,
         )
 
     def _moe(self, layer_id: int) -> tuple[MoeSpec, MoeWeights]:

@@ -443,39 +443,12 @@ class OffloadedExperts(Experts):
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
         hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
-        self._run_half("gate_up", layer_id, routed.x, ids.hits, hidden)
+        self._run_slots(layer_id, routed.x, ids.hits, self._slots, None, hidden, "gate_up")
         device.await_demand()
-        self._run_half("gate_up", layer_id, routed.x, ids.misses, hidden)
-        self._run_half("down", layer_id, routed.x, ids.all, hidden, out)
+        self._run_slots(layer_id, routed.x, ids.misses, self._slots, None, hidden, "gate_up")
+        self._run_slots(layer_id, routed.x, ids.all, self._slots, out, hidden, "down")
         if layer_id == self._moe_layers[-1]:
             device.end()
-
-    def _run_half(
-        self,
-        part: str,
-        layer_id: int,
-        x: torch.Tensor,
-        slot_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        out: torch.Tensor | None = None,
-    ) -> None:
-        """`_run_slots` by halves: what `hidden` [T, K, I] has of an expert is all that the second half needs."""
-        slots, (spec, _) = self._slots, self._moe(layer_id)
-        self._ops.expert_gemm(
-            x,
-            slot_ids,
-            slots.gate_up,
-            slots.down,
-            slots.gate_up_bias,
-            slots.down_bias,
-            spec.activation,
-            spec.swiglu_limit,
-            spec.swiglu_alpha,
-            out,
-            hidden,
-            form="decode",
-            part=part,
-        )
 
     def _fill(self, layer_id: int, topk_ids: torch.Tensor, out: torch.Tensor) -> None:
         """What stands for experts that are left out, before the others are written."""
