@@ -285,7 +285,7 @@ class Offloaded:
         at_once = self._ops.expert_gemm(x, slot_ids, gate_up, *rest, **options)
         if gate_up is not self._experts.gate_up:
             return at_once
-        *_, kind, limit, alpha, _ = rest
+        down, gate_up_bias, down_bias, *activation = rest[:6]
         num_experts = len(gate_up)
         order = torch.randperm(num_experts + 1, generator=generator(self.num_fetched)).to(DEVICE, torch.int32)
         slot_of, spare = order[:num_experts], order[num_experts]
@@ -299,14 +299,14 @@ class Offloaded:
         slots = slot_of[slot_ids.long()]
         out = poisoned(*slot_ids.shape, x.shape[1], dtype=x.dtype)
         weights = (*pool, None, None)[:4]
-        self._ops.expert_gemm(x, slots.masked_fill(is_missing, -1), *weights, kind, limit, alpha, out)
+        self._ops.expert_gemm(x, slots.masked_fill(is_missing, -1), *weights, *activation, out)
         assert torch.equal(out.isnan().all(-1), is_missing)
         for buffer, part in zip(pool, parts, strict=True):
             buffer[spare] = part[missing]
         slots = torch.full_like(slots, -1).masked_fill(is_missing, int(spare))
-        self._ops.expert_gemm(x, slots, *weights, kind, limit, alpha, out)
+        self._ops.expert_gemm(x, slots, *weights, *activation, out)
         assert torch.equal(out, at_once)
-        assert_close(out, expert_gemm_ref(x, slot_ids, gate_up, *rest[:-1]))
+        assert_close(out, expert_gemm_ref(x, slot_ids, gate_up, down, gate_up_bias, down_bias, *activation))
         self.num_fetched += 1
         return out
 
