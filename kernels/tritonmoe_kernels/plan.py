@@ -1,13 +1,15 @@
 """Decide on the device which experts are fetched into which slots: for a layer's routing, and ahead of it.
 
 Floor of both: some hundred integers, so latency alone. One program; a read from L2 takes about 0.3 us on an H200, and
-`plan_demand` needs three that depend on each other: ids, then their slots, then the slots' state. A table of routings
-is a fourth.
+what was routed is one read and a few hundred instructions of a single warp away from its slots: 1 to 2 us.
 
-Schedule: what is read is asked for together, step by step. The guesses that are let go and the first queue entries go
-along with the ids, so that neither costs a step of its own; entries are looked at again, in a loop, only where guesses
-went to the front of the queue or the first 32 entries do not suffice. Ids are compared all with all, 32 columns at a
-time. With few ids one warp does it: then nothing waits at a barrier.
+Schedule of `plan_demand`: the critical path is short because all else is done while the router still runs. Nothing
+changes the planner's state between the router's start and this kernel's end but `landed`, so the slots of all of the
+layer's experts, whether they are resident, the guesses and the next victims are read before the wait, and what was
+routed is then looked up in registers. A copy that lands after its look counts as missing: it is awaited with the rest.
+What only some layers need, letting guesses go and fetching, is behind a branch. Ids are compared all with all, 32
+columns at a time; with few ids one warp does it, so that nothing waits at a barrier. (With all reads after the wait and
+no branches it was three reads that depended on each other and 1,250 instructions: 6 us.)
 
 Victims come from a queue that was sorted before. Filling it reads the state of all slots, about 200 KB for 6,144: one
 pass to rank the slots that may go, about log2(S / F) + 2 passes over the ranks to find a bound with F to 2F of them
@@ -48,6 +50,9 @@ SLOT_BITS = tl.constexpr(planner_state.SLOT_BITS)
 SLOT_MASK = tl.constexpr((1 << planner_state.SLOT_BITS) - 1)
 MASS_SCALE = tl.constexpr(1 / planner_state.MASS_UNIT)
 
+# What is known of an expert in one number: its slot, above these.
+IS_RESIDENT, IS_FORETOLD, FLAG_BITS = tl.constexpr(1), tl.constexpr(2), tl.constexpr(2)
+
 TICK = tl.constexpr(int(Header.TICK))
 QUEUE_HEAD = tl.constexpr(int(Header.QUEUE_HEAD))
 QUEUE_END = tl.constexpr(int(Header.QUEUE_END))
@@ -79,6 +84,21 @@ def number(flags):
     """How many of `flags` [n] are set before each, int32 [n]."""
     ones = flags.to(tl.int32)
     return tl.cumsum(ones, axis=0) - ones
+
+
+@triton.jit
+def count_four(first, second, third, fourth):
+    """`count` of four tensors in one reduction; at most 2^15 - 1 each."""
+    packed = first.to(tl.int64) | (second.to(tl.int64) << 16)
+    packed |= (third.to(tl.int64) << 32) | (fourth.to(tl.int64) << 48)
+    total = tl.sum(packed, axis=0)
+    mask = 0xFFFF
+    return (
+        (total & mask).to(tl.int32),
+        ((total >> 16) & mask).to(tl.int32),
+        ((total >> 32) & mask).to(tl.int32),
+        ((total >> 48) & mask).to(tl.int32),
+    )
 
 
 @triton.jit
@@ -318,6 +338,7 @@ def _plan_demand_kernel(
     IS_LFU: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -327,47 +348,52 @@ def _plan_demand_kernel(
     CHUNK: tl.constexpr = BLOCK_P if BLOCK_P < WINDOW else WINDOW
     pairs = tl.arange(0, BLOCK_P)
     guess = tl.arange(0, BLOCK_G)
+    experts = tl.arange(0, BLOCK_E)
     columns = tl.arange(0, 16)
     layer = layer.to(tl.int64)
     first_key = layer * E
-    await_inputs(PDL)
-    release_dependents(PDL)
 
-    # First read: ids, the layer's guesses, where the queue is.
-    ids_ptr = topk_ids_ptr
-    if table_ptr is not None:
-        ids_ptr = table_row(state, table_ptr, layer, table_steps, L, PAIRS)
-    ids = tl.load(ids_ptr + pairs, mask=pairs < PAIRS, other=-1)
+    # While the router runs: the state, which nothing has changed since before the router began. First where things are.
     tick = tl.load(state.header + TICK) + 1
     head = tl.load(state.header + QUEUE_HEAD)
     end = tl.load(state.header + QUEUE_END)
     num_guesses = tl.load(state.num_guesses + layer)
     guess_slots = tl.load(state.guesses + layer * GUESS_STRIDE + guess, mask=guess < GUESS_STRIDE, other=0)
+    expert_slots = tl.load(state.slot_of + first_key + experts, mask=experts < E, other=-1)
     counters_ptr = state.counters + layer * NUM_COUNTERS + columns
     counts = tl.load(counters_ptr, mask=columns < NUM_PLANNED, other=0)
+    ids_ptr = topk_ids_ptr
+    if table_ptr is not None:
+        ids_ptr = table_row(state, table_ptr, layer, table_steps, L, PAIRS)
 
-    # Second: slots of the ids, what the guesses are, the next victims.
-    exists = (ids >= 0) & (ids < E)
-    keys = first_key + ids
-    slots = tl.load(state.slot_of + keys, mask=exists, other=-1)
-    if IS_LFU:
-        uses = tl.load(state.uses + keys, mask=exists, other=0)
-        uses_period = tl.load(state.uses_period + keys, mask=exists, other=0)
+    # Then what the guesses are, the next victims, and of every expert of the layer whether it is resident.
     is_guess = guess < num_guesses
     guess_keys = tl.load(state.key_of + guess_slots, mask=is_guess, other=-1)
     guess_score = tl.load(state.score + guess_slots, mask=is_guess, other=0)
     guess_epoch = tl.load(state.copy_epoch + guess_slots, mask=is_guess, other=0)
     next_slots, next_scores, is_next = read_queue(state, head, end, WINDOW)
-    guess_landed = look(state.landed + guess_slots, is_guess, "relaxed")
-
-    # Third: state of the slots.
-    is_mapped = slots >= 0
-    copy_epoch = tl.load(state.copy_epoch + slots, mask=is_mapped, other=0)
-    score = tl.load(state.score + slots, mask=is_mapped, other=0)
     next_keys, next_guesses, may_go = read_owners(state, next_slots, next_scores, is_next, tick)
-    landed = look(state.landed + slots, is_mapped, "acquire")  # last: what follows an acquire waits for it
+    # This layer's guesses are no reason to keep a slot any more.
+    may_go = may_go & ((next_guesses == 0) | ((next_keys >= first_key) & (next_keys < first_key + E)))
+    has_slot = expert_slots >= 0
+    copy_epoch = tl.load(state.copy_epoch + expert_slots, mask=has_slot, other=0)
+    score = tl.load(state.score + expert_slots, mask=has_slot, other=0)
+    guess_landed = look(state.landed + guess_slots, is_guess, "relaxed")
+    landed = look(state.landed + expert_slots, has_slot, "acquire")  # last: what follows an acquire waits for it
+    is_settled = guess_landed == guess_epoch
+    flags = IS_RESIDENT * (landed == copy_epoch).to(tl.int32) + IS_FORETOLD * (score == FORETOLD).to(tl.int32)
+    table = tl.where(has_slot, (expert_slots << FLAG_BITS) | flags, -1)
+    await_inputs(PDL)
+    release_dependents(PDL)
 
     # Compare ids with ids and guesses.
+    ids = tl.load(ids_ptr + pairs, mask=pairs < PAIRS, other=-1)
+    exists = (ids >= 0) & (ids < E)
+    keys = first_key + ids
+    if IS_LFU:
+        uses = tl.load(state.uses + keys, mask=exists, other=0)
+        uses_period = tl.load(state.uses_period + keys, mask=exists, other=0)
+    entry = tl.where(exists, tl.gather(table, tl.where(exists, ids, 0), 0), -1)
     first_at = tl.full([BLOCK_P], BLOCK_P, tl.int32)
     is_right = tl.zeros([BLOCK_G], tl.int32)
     is_kept = tl.full([BLOCK_P], 1, tl.int32)
@@ -385,63 +411,70 @@ def _plan_demand_kernel(
             is_heavy = is_same & (weight >= miss_tolerance * total)[None, :]
             is_kept = tl.maximum(is_kept, tl.max(is_heavy.to(tl.int32), axis=1))
     is_first = exists & (first_at == pairs)
+    slots = entry >> FLAG_BITS  # -1 stays -1
+    is_mapped = entry >= 0
+    is_hit = is_mapped & ((entry & IS_RESIDENT) != 0)
+    is_missing = exists & ~is_mapped & (is_kept > 0)
+    is_new = is_missing & is_first
+    is_foretold = is_mapped & is_first & ((entry & IS_FORETOLD) != 0)
+    num_mapped, num_hits, num_foretold, wanted = count_four(is_mapped & is_first, is_hit & is_first, is_foretold, is_new)
 
     # What is there is used now; what was foretold wrongly is let go. All that was read above is read by every warp.
     tl.debug_barrier()
-    is_hit = is_mapped & (landed == copy_epoch)
-    is_foretold = is_mapped & is_first & (score == FORETOLD)
     tl.store(state.guess + guess_slots, 0, mask=is_guess)
     tl.store(state.num_guesses + layer, 0)
     tl.store(state.used_at + slots, tick, mask=is_mapped & is_first)
     is_unused = is_guess & (is_right == 0) & (guess_score == FORETOLD)
-    num_cancelled, num_wasted, new_head = let_go(
-        state, guess_slots, guess_keys, is_unused, guess_landed == guess_epoch, head
-    )
+    num_cancelled = tl.full((), 0, tl.int32)
+    num_wasted = tl.full((), 0, tl.int32)
+    new_head = head
+    if tl.max(is_unused.to(tl.int32), axis=0) > 0:
+        num_cancelled, num_wasted, new_head = let_go(state, guess_slots, guess_keys, is_unused, is_settled, head)
 
     # The rest is fetched, in order of first appearance. The state of the next victims was read before the stores above:
-    # this layer's guesses are no reason to keep a slot any more, its routed ids are one.
-    is_missing = exists & ~is_mapped & (is_kept > 0)
-    is_new = is_missing & is_first
-    ranks = tl.where(is_missing, tl.gather(number(is_new), tl.minimum(first_at, BLOCK_P - 1), 0), -1)
-    wanted = count(is_new)
-    is_released = (next_guesses == 0) | ((next_keys >= first_key) & (next_keys < first_key + E))
-    is_needed = tl.max(((slots[:, None] == next_slots[None, :]) & is_mapped[:, None]).to(tl.int32), axis=0) > 0
-    may_go = may_go & is_released & ~is_needed
-    epoch = 2 * tick
-    wanted_now = tl.where(new_head == head, wanted, 0)  # else the front of the queue is another
-    new_slots, taken, new_head = take(
-        state, next_slots, next_keys, may_go, ranks, 0, wanted_now, new_head, end, epoch, tick, 0, WINDOW
-    )
-    more_slots, taken, new_head, end, _ = take_all(
-        state,
-        ranks,
-        taken,
-        wanted,
-        new_head,
-        end,
-        tick,
-        epoch,
-        tick,
-        0,
-        num_slots,
-        F,
-        WINDOW,
-        BLOCK_S,
-        BLOCK_R,
-        COLUMNS,
-    )
-    new_slots = tl.maximum(new_slots, more_slots)
-
-    is_placed = is_new & (new_slots >= 0)
-    entries = layer * DEMAND_STRIDE + ranks
-    tl.store(state.slot_of + keys, new_slots, mask=is_placed)
-    tl.store(state.key_of + new_slots, keys.to(tl.int32), mask=is_placed)
-    tl.store(state.demand_key + entries, keys.to(tl.int32), mask=is_placed)
-    tl.store(state.demand_slot + entries, new_slots, mask=is_placed)
-    tl.store(state.demand_epoch + entries, epoch, mask=is_placed)
-    tl.store(state.demand_arrivals + entries, 0, mask=is_placed)
+    # routed ids are a reason to keep a slot.
+    all_slots = slots
+    taken = tl.full((), 0, tl.int32)
+    if wanted > 0:
+        ranks = tl.where(is_missing, tl.gather(number(is_new), tl.minimum(first_at, BLOCK_P - 1), 0), -1)
+        is_needed = tl.max(((slots[:, None] == next_slots[None, :]) & is_mapped[:, None]).to(tl.int32), axis=0) > 0
+        may_go = may_go & ~is_needed
+        epoch = 2 * tick
+        wanted_now = tl.where(new_head == head, wanted, 0)  # else the front of the queue is another
+        new_slots, taken, new_head = take(
+            state, next_slots, next_keys, may_go, ranks, 0, wanted_now, new_head, end, epoch, tick, 0, WINDOW
+        )
+        more_slots, taken, new_head, end, _ = take_all(
+            state,
+            ranks,
+            taken,
+            wanted,
+            new_head,
+            end,
+            tick,
+            epoch,
+            tick,
+            0,
+            num_slots,
+            F,
+            WINDOW,
+            BLOCK_S,
+            BLOCK_R,
+            COLUMNS,
+        )
+        new_slots = tl.maximum(new_slots, more_slots)
+        is_placed = is_new & (new_slots >= 0)
+        entries = layer * DEMAND_STRIDE + ranks
+        tl.store(state.slot_of + keys, new_slots, mask=is_placed)
+        tl.store(state.key_of + new_slots, keys.to(tl.int32), mask=is_placed)
+        tl.store(state.demand_key + entries, keys.to(tl.int32), mask=is_placed)
+        tl.store(state.demand_slot + entries, new_slots, mask=is_placed)
+        tl.store(state.demand_epoch + entries, epoch, mask=is_placed)
+        tl.store(state.demand_arrivals + entries, 0, mask=is_placed)
+        all_slots = tl.maximum(slots, new_slots)
+        if taken < wanted:
+            tl.store(state.header + ERROR, 1)
     tl.store(state.num_demand + layer, taken)
-    all_slots = tl.maximum(slots, new_slots)
     is_used = is_first & (all_slots >= 0)
     if IS_LFU:
         new_score = count_uses(state, keys, is_used, uses, uses_period, tick, L)
@@ -455,15 +488,11 @@ def _plan_demand_kernel(
     tl.store(state.header + TICK, tick)
     tl.store(state.header + QUEUE_HEAD, new_head)
     tl.store(state.header + QUEUE_END, end)
-    if taken < wanted:
-        tl.store(state.header + ERROR, 1)
-    num_hits = count(is_hit & is_first)
-    num_late = count(is_mapped & is_first) - num_hits
-    counts = add_to(counts, ROUTED, num_hits + num_late + taken)
+    counts = add_to(counts, ROUTED, num_mapped + taken)
     counts = add_to(counts, HITS, num_hits)
-    counts = add_to(counts, LATE, num_late)
+    counts = add_to(counts, LATE, num_mapped - num_hits)
     counts = add_to(counts, DEMAND, taken)
-    counts = add_to(counts, PREFETCHED_USED, count(is_foretold))
+    counts = add_to(counts, PREFETCHED_USED, num_foretold)
     counts = add_to(counts, PREFETCHED_WASTED, num_wasted)
     counts = add_to(counts, CANCELLED, num_cancelled)
     if topk_weights_ptr is not None:
@@ -524,6 +553,7 @@ def plan_demand(
         IS_LFU=eviction == "lfu",
         BLOCK_P=block_p,
         BLOCK_G=block_g,
+        BLOCK_E=max(32 * num_warps, next_power_of_2(num_experts)),  # no lane's state is read twice
         **_refill_tiles(state.queue_capacity, num_warps),
         WINDOW=WINDOW,
         num_warps=num_warps,
