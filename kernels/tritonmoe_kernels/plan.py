@@ -416,14 +416,15 @@ def _plan_demand_kernel(
     is_hit = is_mapped & ((entry & IS_RESIDENT) != 0)
     is_missing = exists & ~is_mapped & (is_kept > 0)
     is_new = is_missing & is_first
-    is_foretold = is_mapped & is_first & ((entry & IS_FORETOLD) != 0)
-    num_mapped, num_hits, num_foretold, wanted = count_four(is_mapped & is_first, is_hit & is_first, is_foretold, is_new)
+    is_used = is_mapped & is_first
+    is_foretold = is_used & ((entry & IS_FORETOLD) != 0)
+    num_mapped, num_hits, num_foretold, wanted = count_four(is_used, is_hit & is_first, is_foretold, is_new)
 
     # What is there is used now; what was foretold wrongly is let go. All that was read above is read by every warp.
     tl.debug_barrier()
     tl.store(state.guess + guess_slots, 0, mask=is_guess)
     tl.store(state.num_guesses + layer, 0)
-    tl.store(state.used_at + slots, tick, mask=is_mapped & is_first)
+    tl.store(state.used_at + slots, tick, mask=is_used)
     is_unused = is_guess & (is_right == 0) & (guess_score == FORETOLD)
     num_cancelled = tl.full((), 0, tl.int32)
     num_wasted = tl.full((), 0, tl.int32)
