@@ -18,6 +18,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 LAYERS = (
     ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
     ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler", "quantization"),
+    ("matrices", "published_formats"),
     ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
     ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),

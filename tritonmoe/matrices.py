@@ -71,6 +71,20 @@ def row_groups(form: WeightFormat, *rows: int) -> WeightFormat:
     return WeightFormat(form.name, form.group, gcd(form.group_rows, *rows), form.scale_dtype, form.has_zeros)
 
 
+def in_format(matrix: QuantizedMatrix, form: WeightFormat) -> QuantizedMatrix | None:
+    """The same codes with their scales laid out as `form` has them, or None where it cannot hold them exactly."""
+    own, (rows, columns) = matrix.format, matrix.shape[-2:]
+    is_same = own.group == form.group or (own.group >= columns and form.group >= columns)
+    if (own.name, own.has_zeros) != (form.name, form.has_zeros) or not is_same or own.group_rows % form.group_rows:
+        return None
+    scales = matrix.scales.to(form.scale_dtype)
+    if not torch.equal(scales.to(own.scale_dtype), matrix.scales):
+        return None
+    finer, groups = own.group_rows // form.group_rows, -(-rows // form.group_rows)
+    spread = [part.repeat_interleave(finer, -2)[..., :groups, :] for part in (scales, *parts(matrix)[2:])]
+    return QuantizedMatrix(form, matrix.codes, *spread)
+
+
 def _each(matrix: Matrix, change: Callable[[torch.Tensor], torch.Tensor]) -> Matrix:
     if isinstance(matrix, torch.Tensor):
         return change(matrix)
