@@ -1,8 +1,8 @@
 """From checkpoint files to `ModelWeights`: where each tensor belongs, strict accounting, reading, checking.
 
-A `Target` is the model's memory of one tensor and the order in which the file has its elements. So every layout on disk
-(per expert or fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second buffer,
-and where the memory is of fewer bits, the values are quantised a few rows at a time.
+A `Target` is the model's memory of one tensor and the order in which the file has its elements. So every layout on
+disk (per expert or fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second
+buffer. Where the memory is of fewer bits, one matrix at a time is read and quantised.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from tritonmoe.weights import (
     PLAIN,
     AttentionWeights,
     ExpertWeights,
-    GluWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -70,6 +69,9 @@ class Order(NamedTuple):
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.is_interleaved else rows
 
 
+IN_ORDER = Order()
+
+
 @dataclass(frozen=True)
 class Target:
     """Destination of one tensor: `shape` is what the file must have, `memory` where the values go, in our order.
@@ -80,7 +82,7 @@ class Target:
 
     shape: tuple[int, ...]
     memory: Matrix
-    order: Order = Order()
+    order: Order = IN_ORDER
     dtypes: tuple[torch.dtype, ...] = FLOATING
     scales: str | None = None
     is_exponents: bool = False
