@@ -33,7 +33,7 @@ from tritonmoe.weights import (
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels import reference
+from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -351,8 +351,8 @@ def _fill(
 
 def _read_mxfp4(reader: TensorReader, blocks: TensorEntry, scales: TensorEntry, target: Target) -> None:
     for e in range(target.shape[0]):
-        values = reference.mxfp4_dequantize(reader.rows(blocks, e, 1)[0], reader.rows(scales, e, 1)[0])
-        target.view[e].copy_(values.view(target.view[e].shape))
+        packed = QuantizedMatrix(MXFP4, reader.rows(blocks, e, 1).flatten(-2), reader.rows(scales, e, 1))
+        target.view[e].copy_(dequantize(packed).view(target.view[e].shape))
 
 
 def _is_finite(view: torch.Tensor) -> bool:
