@@ -39,8 +39,7 @@ from tritonmoe.weights import (
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels import reference
-from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -418,10 +417,11 @@ def _matrices(
             yield row_slice(target.memory, first, len(values)), values
         return
     for e in range(target.shape[0]):
-        values = reader.rows(entry, e, 1)[0]
+        values = reader.rows(entry, e, 1)
         if target.scales is not None:
-            values = reference.mxfp4_dequantize(values, reader.rows(found[target.scales], e, 1)[0])
-        yield select(target.memory, e), target.order.as_in_memory(values)
+            packed = QuantizedMatrix(MXFP4, values.flatten(-2), reader.rows(found[target.scales], e, 1))
+            values = dequantize(packed)
+        yield select(target.memory, e), target.order.as_in_memory(values[0])
 
 
 def _store_rows(memory: Matrix, values: torch.Tensor) -> None:
