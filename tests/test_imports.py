@@ -28,6 +28,7 @@ LAYERS = (
     ("decode_runner", "trace"),
     ("session",),
     ("memory_plan",),
+    ("storage",),
     ("placement",),
     ("engine",),
     ("chat",),

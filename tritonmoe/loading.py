@@ -48,6 +48,7 @@ MAX_QUANTIZERS = 16  # threads that quantise what they read
 QUANTIZED_ELEMENTS = 4 << 20  # read at a time of a tensor that is one matrix
 TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MXFP4_BLOCKS = ".mlp.experts.gate_up_proj_blocks"
 NAN_EXPONENT = 255  # of MXFP4's scales
 
 
@@ -128,6 +129,12 @@ def load_weights(
     if store is not None and device.type == "cuda":
         store.pin()
     return weights
+
+
+def published_storage(folder: Path) -> Storage:
+    """What the checkpoint in `folder` has in fewer bits, by the names of its tensors."""
+    names = _canonical_entries(open_checkpoint(folder))
+    return Storage(MXFP4 if any(name.endswith(MXFP4_BLOCKS) for name in names) else None)
 
 
 def _num_readers(targets: dict[str, Target]) -> int:

@@ -21,7 +21,7 @@ from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 MAX_STREAMED_TOKENS = 1
 # The library's wants weights of fewer bits dequantised, so many elements at a time.
 DEQUANTIZED_ELEMENTS = 8 << 20
-DEQUANTIZED_BYTES = 16 * DEQUANTIZED_ELEMENTS  # of `dequantize`'s float32 values, scales and product, and the result
+DEQUANTIZED_BYTES = 16  # for each: of `dequantize`'s float32 values, scales and product, and the result
 
 
 def streams(tokens: int, weight: Matrix) -> bool:
