@@ -1,8 +1,8 @@
 """From checkpoint files to `ModelWeights`: where each tensor belongs, strict accounting, reading, checking.
 
-A `Target` is the model's memory of one tensor and the order in which the file has its elements. So every layout on disk
-(per expert or fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second buffer,
-and where the memory is of fewer bits, the values are quantised a few rows at a time.
+A `Target` is the model's memory of one tensor and the order in which the file has its elements. So every layout on
+disk (per expert or fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second
+buffer. Where the memory is of fewer bits, one matrix at a time is read and quantised.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from tritonmoe.weights import (
     PLAIN,
     AttentionWeights,
     ExpertWeights,
-    GluWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
@@ -42,8 +41,7 @@ from tritonmoe.weights import (
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels import reference
-from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +50,7 @@ MAX_QUANTIZERS = 16  # threads that quantise what they read
 QUANTIZED_ELEMENTS = 4 << 20  # read at a time of a tensor that is one matrix
 TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MXFP4_BLOCKS = ".mlp.experts.gate_up_proj_blocks"
 NAN_EXPONENT = 255  # of MXFP4's scales
 
 
@@ -72,6 +71,9 @@ class Order(NamedTuple):
         return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.is_interleaved else rows
 
 
+IN_ORDER = Order()
+
+
 @dataclass(frozen=True)
 class Target:
     """Destination of one tensor: `shape` is what the file must have, `memory` where the values go, in our order.
@@ -83,7 +85,7 @@ class Target:
 
     shape: tuple[int, ...]
     memory: Matrix
-    order: Order = Order()
+    order: Order = IN_ORDER
     dtypes: tuple[torch.dtype, ...] = FLOATING
     scales: str | None = None
     is_exponents: bool = False
@@ -144,18 +146,18 @@ def load_weights(
     return weights
 
 
-def expert_format(folder: Path, spec: ModelSpec) -> WeightFormat | None:
-    """The format in which the checkpoint in `folder` has the routed experts; None: in no fewer bits."""
+def published_storage(folder: Path, spec: ModelSpec) -> Storage:
+    """What the checkpoint in `folder` has in fewer bits and is to be kept so: the routed experts."""
     found = _canonical_entries(open_checkpoint(folder))
-    prefix = next(f"layers.{i}.mlp.experts." for i, layer in enumerate(spec.layers) if layer.moe is not None)
-    if f"{prefix}gate_up_proj_blocks" in found:
-        return MXFP4
+    first = f"layers.{min(spec.moe_layers, default=0)}"
+    if first + MXFP4_BLOCKS in found:
+        return Storage(MXFP4)
     published = load_quantization(folder)
-    scales = None if published is None else found.get(f"{prefix}0.gate_proj.{published.scale_name}")
+    scales = None if published is None else found.get(f"{first}.mlp.experts.0.gate_proj.{published.scale_name}")
     if published is None or scales is None:
-        return None
-    sizes = [layer.moe.intermediate_size for layer in spec.layers if layer.moe is not None]
-    return published.weight_format(max(spec.hidden_size, *sizes), scales.dtype)
+        return PLAIN
+    widest = max(spec.hidden_size, *(moe.intermediate_size for moe in spec.moe_layers.values()))
+    return Storage(published.weight_format(widest, scales.dtype))
 
 
 def _num_readers(targets: dict[str, Target]) -> int:
@@ -453,10 +455,11 @@ def _matrices(
             yield row_slice(target.memory, first, len(values)), values
         return
     for e in range(target.shape[0]):
-        values = reader.rows(entry, e, 1)[0]
+        values = reader.rows(entry, e, 1)
         if target.scales is not None:
-            values = reference.mxfp4_dequantize(values, reader.rows(found[target.scales], e, 1)[0])
-        yield select(target.memory, e), target.order.as_in_memory(values)
+            packed = QuantizedMatrix(MXFP4, values.flatten(-2), reader.rows(found[target.scales], e, 1))
+            values = dequantize(packed)
+        yield select(target.memory, e), target.order.as_in_memory(values[0])
 
 
 def _store_rows(memory: Matrix, values: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Matrices of weights, plain or in fewer bits: made, indexed and taken apart in the same way.
 
-A `QuantizedMatrix` is a tuple of its parts, so the operators of a tensor mean something else on it; these functions mean
-the same on both.
+A `QuantizedMatrix` is a tuple of its parts, so the operators of a tensor mean something else on it; these functions
+mean the same on both.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from tritonmoe.memory import empty_tensor
-from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat, dequantize
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
 
 
 def parts(matrix: Matrix) -> list[torch.Tensor]:
@@ -58,11 +58,6 @@ def copy_matrix(dest: Matrix, source: Matrix) -> None:
     """Copy all parts; both are plain or of the same format."""
     for to, what in zip(parts(dest), parts(source), strict=True):
         to.copy_(what)
-
-
-def floats(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """Its values as a tensor of `dtype`."""
-    return matrix.to(dtype) if isinstance(matrix, torch.Tensor) else dequantize(matrix, dtype)
 
 
 def row_groups(form: WeightFormat, *rows: int) -> WeightFormat:

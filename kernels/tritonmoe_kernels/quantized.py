@@ -8,8 +8,8 @@ column 2j + 1 in the high one, in memory as in the files of GPT-OSS. What a code
     int8   code · scale, code -127…127           scale for `group` columns
     fp8    E4M3[code] · scale                    scale for 128 rows by 128 columns (as DeepSeek and Qwen publish)
 
-The last group of a row, and the last block of rows, may be short. Dequantised values are exact products in float32
-(int4's (code - zero) too), rounded once to the dtype asked for.
+The last group of a row, and the last block of rows, may be short. Dequantised values are products in float32, rounded
+once to the dtype asked for; a scale of 255 in mxfp4 is NaN, as the specification has it.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from tritonmoe_kernels.reference import MXFP4_VALUES
-
 FORMAT_NAMES = ("mxfp4", "int4", "int8", "fp8")
 CODE_DTYPES = {"mxfp4": torch.uint8, "int4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 INT4_MIDDLE = 8  # the zero point of int4 where none is stored
+# E2M1 values by code; bit 3 is the sign (OCP Microscaling Formats specification 1.0, section 5.3.3).
+MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,20 @@ class QuantizedMatrix(NamedTuple):
     def __len__(self) -> int:  # as of a tensor, not of the tuple
         return len(self.codes)
 
+    def slot(self, index: int) -> QuantizedMatrix:
+        """That of one slot, S = 1."""
+        parts = (part if part is None else part[index : index + 1] for part in self[1:])
+        return QuantizedMatrix(self.format, *parts)
+
 
 Matrix = torch.Tensor | QuantizedMatrix
+
+
+def _powers_of_2(scales: torch.Tensor) -> torch.Tensor:
+    """2^(scale - 127) in float32: the scale is the exponent field, but for 2^-127, a subnormal number, and NaN."""
+    bits = scales.int() << 23
+    bits = bits.masked_fill(scales == 0, 1 << 22).masked_fill(scales == 255, 0x7FC00000)
+    return bits.view(torch.float32)
 
 
 def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -101,9 +113,7 @@ def dequantize(matrix: QuantizedMatrix, dtype: torch.dtype = torch.float32) -> t
 
     if form.name == "mxfp4":
         table = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=codes.device)
-        # 2^(scale - 127) in two factors, as float32 has no 2^-127 among its normal numbers.
-        exponents = spread(matrix.scales).float()
-        return (table[codes.long()] * torch.exp2(exponents - 100.0) * 2.0**-27).to(dtype)
+        return (table[codes.long()] * spread(_powers_of_2(matrix.scales))).to(dtype)
     values = codes.float()
     if form.name == "int4":
         values = values - (INT4_MIDDLE if matrix.zeros is None else spread(matrix.zeros).float())
