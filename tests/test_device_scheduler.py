@@ -48,7 +48,7 @@ def on_device(spec: ModelSpec, weights: ModelWeights, num_slots: int, policy: Po
     offloaded = Offloaded(spec, weights, num_slots, policy, **options)
     offloaded.store.pin()
     offloaded.experts._plan_on_device = True
-    offloaded.experts._buffer.fill_(float("nan"))  # what is computed with before it has arrived shows
+    offloaded.experts._buffer.fill_(255)  # what is computed with before it has arrived shows
     return offloaded
 
 

@@ -23,9 +23,12 @@ from tritonmoe.checkpoint import TensorEntry, TensorReader
 from tritonmoe.errors import CheckpointError, ConfigError, InputError
 from tritonmoe.expert_store import ExpertStore, RecordLayout
 from tritonmoe.loading import load_weights
+from tritonmoe.matrices import row_groups
 from tritonmoe.model import Decoder
+from tritonmoe.quantization import EXPERT_FORMATS
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ExpertWeights, ModelWeights, allocate, iter_tensors, weight_bytes
+from tritonmoe_kernels.quantized import MXFP4
 
 CPU = torch.device("cpu")
 
@@ -48,33 +51,50 @@ def parts(weights: ExpertWeights) -> list[torch.Tensor]:
 # Record layout
 
 
+def offsets(layout: RecordLayout) -> dict[str, int]:
+    return {name: part.offset for name, part in layout.parts.items()}
+
+
 @pytest.mark.parametrize(
-    ("dtype", "offsets", "num_elements"),
+    ("dtype", "by_hand", "num_bytes"),
     [
-        # H 5, I 7: gate_up 70 elements, down 35, biases 14 and 5; 256 bytes are 128 or 64 elements.
-        (torch.bfloat16, [0, 128, 256, 384], 512),
-        (torch.float16, [0, 128, 256, 384], 512),
-        (torch.float32, [0, 128, 192, 256], 320),
+        # H 5, I 7: gate_up 70 elements, down 35, biases 14 and 5.
+        (torch.bfloat16, [0, 256, 512, 768], 1024),
+        (torch.float16, [0, 256, 512, 768], 1024),
+        (torch.float32, [0, 512, 768, 1024], 1280),
     ],
 )
-def test_layout_by_hand(dtype: torch.dtype, offsets: list[int], num_elements: int) -> None:
+def test_layout_by_hand(dtype: torch.dtype, by_hand: list[int], num_bytes: int) -> None:
     layout = RecordLayout(5, 7, dtype, has_bias=True)
-    assert list(layout.offsets.items()) == list(
-        zip(["gate_up", "down", "gate_up_bias", "down_bias"], offsets, strict=True)
-    )
-    assert layout.num_elements == num_elements
-    assert layout.num_bytes == num_elements * dtype.itemsize
+    assert offsets(layout) == dict(zip(["gate_up", "down", "gate_up_bias", "down_bias"], by_hand, strict=True))
+    assert layout.num_bytes == num_bytes
     without = replace(layout, has_bias=False)
-    assert without.offsets == {"gate_up": 0, "down": 128}
-    assert without.num_elements == (256 if dtype.itemsize == 2 else 192)
+    assert offsets(without) == {"gate_up": 0, "down": by_hand[1]}
+    assert without.num_bytes == (512 if dtype.itemsize == 2 else 768)
 
 
 def test_parts_that_end_on_the_boundary_need_no_padding() -> None:
     layout = RecordLayout(16, 8, torch.bfloat16, has_bias=False)  # gate_up 512 bytes, down 256
-    assert layout.offsets == {"gate_up": 0, "down": 256}
+    assert offsets(layout) == {"gate_up": 0, "down": 512}
     assert layout.num_bytes == 768
     qwen3 = RecordLayout(2048, 768, torch.bfloat16, has_bias=False)
     assert qwen3.num_bytes == 3 * 2048 * 768 * 2
+
+
+def test_layout_of_fewer_bits_by_hand() -> None:
+    """gpt-oss's experts as published: 2880 columns are 1440 bytes of codes and 90 scales a row."""
+    layout = RecordLayout(2880, 2880, torch.bfloat16, has_bias=True, format=MXFP4)
+    assert offsets(layout) == {
+        "gate_up.codes": 0,
+        "gate_up.scales": 5760 * 1440,
+        "down.codes": 5760 * 1530,
+        "down.scales": 5760 * 1530 + 2880 * 1440,
+        "gate_up_bias": 8640 * 1530 + 128,  # up to a multiple of 256
+        "down_bias": 8640 * 1530 + 128 + 11_520,
+    }
+    assert layout.num_bytes == 13_236_736
+    # 3 · 2048 · 768 values of 4.25 bits.
+    assert RecordLayout(2048, 768, torch.bfloat16, False, MXFP4).num_bytes == 2_506_752
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -82,7 +102,7 @@ def test_parts_that_end_on_the_boundary_need_no_padding() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_parts_are_aligned_and_do_not_overlap(dtype: torch.dtype, hidden: int, size: int, has_bias: bool) -> None:
     layout = RecordLayout(hidden, size, dtype, has_bias)
-    buffer = torch.zeros(3, layout.num_elements, dtype=dtype)
+    buffer = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
     views = layout.views(buffer)
     assert views.gate_up.shape == (3, 2 * size, hidden)
     assert views.down.shape == (3, hidden, size)
@@ -93,8 +113,32 @@ def test_parts_are_aligned_and_do_not_overlap(dtype: torch.dtype, hidden: int, s
             assert (record.data_ptr() - buffer.data_ptr()) % 256 == 0
             assert record.is_contiguous()
     assert layout.num_bytes % 256 == 0
-    assert buffer.max() == 1  # no element belongs to two parts
-    assert buffer.sum() == sum(part.numel() for part in parts(views))
+    values = buffer.view(dtype)
+    assert values.max() == 1  # no element belongs to two parts
+    assert values.sum() == sum(part.numel() for part in parts(views))
+
+
+@pytest.mark.parametrize("name", EXPERT_FORMATS)
+@pytest.mark.parametrize(("hidden", "size"), [(2, 2), (6, 10), (34, 130), (64, 32)])
+def test_parts_of_fewer_bits_are_aligned_and_do_not_overlap(name: str, hidden: int, size: int) -> None:
+    form = row_groups(EXPERT_FORMATS[name], size)
+    for layout in (
+        RecordLayout(hidden, size, torch.bfloat16, True, form),
+        RecordLayout(hidden, size, torch.bfloat16, False, replace(form, has_zeros=name == "int4")),
+    ):
+        buffer = torch.zeros(3, layout.num_bytes, dtype=torch.uint8)
+        views = layout.views(buffer)
+        assert views.gate_up.shape == (3, 2 * size, hidden)
+        assert views.down.shape == (3, hidden, size)
+        for number, part in enumerate(parts(views), start=1):
+            for record in part:
+                assert (record.data_ptr() - buffer.data_ptr()) % 256 == 0
+                assert record.is_contiguous()
+                raw = record.view(torch.uint8)
+                assert not raw.any()  # no byte belongs to two parts
+                raw += number
+        used = sum(part[0].nbytes for part in parts(views))
+        assert int((buffer[0] != 0).sum()) == used <= layout.num_bytes < used + 256 * len(parts(views))
 
 
 def test_layers_must_agree(model_folder: Path) -> None:
@@ -150,11 +194,11 @@ def test_a_record_is_its_parts_in_order(name: str, tmp_path: Path) -> None:
         assert moe is not None
         for e in range(8):
             record = store.record(layer, e)
-            assert record.shape == (store.layout.num_elements,)
+            assert record.shape == (store.layout.num_bytes,)
             assert record.is_contiguous()
             assert record.data_ptr() == store.layer_weights(layer).gate_up[e].data_ptr()
-            for start, part in zip(store.layout.offsets.values(), parts(moe.experts), strict=True):
-                assert torch.equal(record[start : start + part[e].numel()], part[e].flatten())
+            for (start, _, _), part in zip(store.layout.parts.values(), parts(moe.experts), strict=True):
+                assert torch.equal(record[start : start + part[e].nbytes], part[e].flatten().view(torch.uint8))
 
 
 # Loading
@@ -286,7 +330,7 @@ def test_finite_check_sees_the_views(model_folder: Path, value: float) -> None:
 
 def test_finite_check_of_strided_views() -> None:
     layout = RecordLayout(6, 4, torch.float32, has_bias=True)
-    buffer = torch.full((3, layout.num_elements), float("nan"))  # padding is not looked at
+    buffer = torch.full((3, layout.num_bytes), 255, dtype=torch.uint8)  # NaN; padding is not looked at
     for part in parts(layout.views(buffer)):
         part.zero_()
     gate_up = layout.views(buffer).gate_up
@@ -500,11 +544,11 @@ def test_the_loader_pins_after_filling(model_folder: Path, monkeypatch: pytest.M
     spec = load_spec(model_folder)
     store = ExpertStore.allocate(spec, torch.float32)
     seen: list[float] = []
-    monkeypatch.setattr(ExpertStore, "pin", lambda self: seen.append(float(self.record(1, 3)[0])))
+    monkeypatch.setattr(ExpertStore, "pin", lambda self: seen.append(float(self.layer_weights(1).gate_up[3, 0, 0])))
     load_weights(model_folder, spec, CPU, torch.float32, store=store)
     assert not seen
     store = ExpertStore.allocate(spec, torch.float32)
-    monkeypatch.setattr(loading, "allocate", lambda spec, device, dtype, store: allocate(spec, CPU, dtype, store))
+    monkeypatch.setattr(loading, "allocate", lambda spec, device, *rest: allocate(spec, CPU, *rest))
     monkeypatch.setattr(loading, "TensorReader", lambda pin_staging, drop_cache: TensorReader(False, drop_cache))
     load_weights(model_folder, spec, torch.device("cuda"), torch.float32, store=store, check_memory=False)
     assert seen == [float(tiny_tensors()["model.layers.1.mlp.experts.3.gate_proj.weight"][0, 0])]

@@ -17,8 +17,10 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 # A module imports from lower layers only, never from its own.
 LAYERS = (
     ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
-    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler"),
-    ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
+    ("config_reader", "memory", "sampling", "kv_cache", "rope", "policy", "scheduler", "quantization"),
+    ("matrices", "published_formats"),
+    ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
+    ("operations", "weights"),
     ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),
@@ -27,6 +29,7 @@ LAYERS = (
     ("decode_runner", "trace"),
     ("session",),
     ("memory_plan",),
+    ("storage",),
     ("placement",),
     ("engine",),
     ("chat",),

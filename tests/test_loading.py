@@ -14,7 +14,7 @@ from tritonmoe.architectures import load_spec
 from tritonmoe.errors import CheckpointError, InputError
 from tritonmoe.loading import load_weights
 from tritonmoe.weights import ModelWeights, iter_tensors
-from tritonmoe_kernels import reference
+from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, dequantize
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"
 
@@ -273,27 +273,12 @@ def test_out_of_memory_says_what_was_needed(model_folder: Path, monkeypatch: pyt
     load(model_folder, check_memory=False)
 
 
-def test_mxfp4_decodes_every_code() -> None:
-    """Against a value table written out by hand, for all nibbles and several exponents."""
-    blocks = torch.arange(256, dtype=torch.uint8).view(4, 4, 16)
-    scales = torch.tensor([127, 0, 130, 250], dtype=torch.uint8).repeat(4, 1)
-    values = reference.mxfp4_dequantize(blocks, scales)
-    magnitude = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-    for row in range(4):
-        for block in range(4):
-            for j in range(16):
-                byte, factor = int(blocks[row, block, j]), 2.0 ** (int(scales[row, block]) - 127)
-                for half, code in enumerate((byte & 15, byte >> 4)):
-                    expected = magnitude[code & 7] * (-1 if code & 8 else 1) * factor
-                    assert float(values[row, block * 32 + 2 * j + half]) == expected
-
-
 def test_mxfp4_equals_transformers() -> None:
     convert = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
     blocks = torch.randint(0, 256, (3, 64, 2, 16), dtype=torch.uint8)
     scales = torch.randint(100, 140, (3, 64, 2), dtype=torch.uint8)
     expected = convert(blocks, scales, dtype=torch.float32)  # [3, in, out]
-    ours = torch.stack([reference.mxfp4_dequantize(b, s) for b, s in zip(blocks, scales, strict=True)])
+    ours = dequantize(QuantizedMatrix(MXFP4, blocks.flatten(-2), scales))
     assert torch.equal(ours.mT, expected)
 
 
@@ -313,8 +298,7 @@ def test_mxfp4_checkpoint_equals_its_dequantised_form(tmp_path: Path) -> None:
         blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=generator)
         scales = torch.randint(120, 130, (experts, rows, columns // 32), dtype=torch.uint8, generator=generator)
         mx[f"{name}_blocks"], mx[f"{name}_scales"] = blocks, scales
-        values = [reference.mxfp4_dequantize(b, s) for b, s in zip(blocks, scales, strict=True)]
-        tensors[name] = torch.stack(values).mT
+        tensors[name] = dequantize(QuantizedMatrix(MXFP4, blocks.flatten(-2), scales)).mT
     change_config(packed, quantization_config={"quant_method": "mxfp4"})
     rewrite(packed, mx)
     rewrite(plain, tensors)

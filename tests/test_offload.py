@@ -47,6 +47,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 STEPS = 12
+NAN_BYTE = 255  # floating-point values of such bytes are NaN
 BOOKKEEPING = ("offload.py", "scheduler.py", "slot_pool.py", "copy_engine.py")
 
 
@@ -185,7 +186,7 @@ class SlowStream(StreamCopies):
         if read is not None:
             self._stream.wait_event(read)
         with torch.cuda.stream(self._stream):
-            self._slots[copy.slot].fill_(float("nan"))
+            self._slots[copy.slot].fill_(NAN_BYTE)
             torch.cuda._sleep(self._random.choice((0, 100_000, 1_000_000)))
         super()._start(copy)
 
@@ -196,10 +197,10 @@ class FaultyCopies(ThreadCopies):
     def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
         super().__init__(slots, landed, depth=4)
         self._random = random.Random(0)
-        self.poisoned = slots.fill_(float("nan"))
+        self.poisoned = slots.fill_(NAN_BYTE)
 
     def _start(self, copy: Copy) -> None:
-        self._slots[copy.slot].fill_(float("nan"))
+        self._slots[copy.slot].fill_(NAN_BYTE)
         super()._start(copy)
 
     def _copy(self, copy: Copy) -> None:
@@ -238,7 +239,7 @@ def test_a_slot_without_its_copy_shows() -> None:
         def _copy(self, copy: Copy) -> None:
             self.calls += 1
             if self.calls == 7:
-                self._slots[copy.slot].fill_(float("nan"))
+                self._slots[copy.slot].fill_(NAN_BYTE)
             else:
                 super()._copy(copy)
 

@@ -64,8 +64,9 @@ def _placement(options: argparse.Namespace) -> Placement:
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if getattr(options, name) is not None}
     overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
     return Placement(
-        options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.measure, overrides
-    )
+        options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.measure, overrides,
+        options.expert_dtype, options.dense_dtype,
+    )  # fmt: skip
 
 
 def _is_terminal(stream: TextIO | None) -> bool:

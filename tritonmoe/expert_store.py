@@ -11,14 +11,16 @@ import math
 import time
 import weakref
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from tritonmoe.errors import ConfigError
 from tritonmoe.memory import HUGE_PAGE_BYTES, empty_tensor
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ExpertWeights
+from tritonmoe.weights import PLAIN, ExpertWeights, Storage
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
 
 logger = logging.getLogger(__name__)
 
@@ -29,18 +31,34 @@ MAPPED_BYTES = 4 * HUGE_PAGE_BYTES  # from here on `empty_tensor` maps pages tha
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2  # cudaHostRegister: for every device, and readable by kernels
 
 
+class Part(NamedTuple):
+    """A tensor within a record: its first byte, its shape and dtype."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def end(self) -> int:
+        return self.offset + math.prod(self.shape) * self.dtype.itemsize
+
+
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where the parts of an expert lie in its record: gate_up, down, then their biases, each at a multiple of 256
-    bytes. The padding between them is never written or read."""
+    """Where the parts of an expert lie in its record of bytes: gate_up, down, then their biases, each at a multiple of
+    256 bytes. Nothing else that moves records knows in which format they are. The padding between parts is never read.
+
+    A matrix in fewer bits is several parts, its codes, scales and zero points. Biases are always in `dtype`.
+    """
 
     hidden: int
     intermediate: int
     dtype: torch.dtype
     has_bias: bool
+    format: WeightFormat | None = None  # of the matrices; None: `dtype`
 
     @classmethod
-    def of(cls, spec: ModelSpec, dtype: torch.dtype) -> RecordLayout:
+    def of(cls, spec: ModelSpec, dtype: torch.dtype, storage: Storage = PLAIN) -> RecordLayout:
         """The layout that all experts of the model share; ConfigError where they have none in common."""
         kinds = {(layer.moe.intermediate_size, layer.moe.expert_bias) for layer in spec.layers if layer.moe is not None}
         if not kinds:
@@ -49,51 +67,51 @@ class RecordLayout:
             sizes = ", ".join(f"{size} {'with' if bias else 'without'} bias" for size, bias in sorted(kinds))
             raise ConfigError(f"the experts of this {spec.model_type} model differ between layers ({sizes})")
         intermediate, has_bias = kinds.pop()
-        return cls(spec.hidden_size, intermediate, dtype, has_bias)
+        return cls(spec.hidden_size, intermediate, dtype, has_bias, storage.expert_format(intermediate))
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each part, by its field in `ExpertWeights`, in the order of the record."""
+    @cached_property
+    def parts(self) -> dict[str, Part]:
+        """By field of `ExpertWeights`, and behind a dot that of `QuantizedMatrix`, in the order of the record."""
         hidden, rows = self.hidden, 2 * self.intermediate
-        matrices = {"gate_up": (rows, hidden), "down": (hidden, self.intermediate)}
-        return {**matrices, "gate_up_bias": (rows,), "down_bias": (hidden,)} if self.has_bias else matrices
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """The first element of each part within the record."""
-        return {name: start for name, (start, _) in self._spans().items()}
-
-    @property
-    def num_elements(self) -> int:
-        """Elements from one record to the next, a multiple of 256 bytes."""
-        return self._aligned(max(end for _, end in self._spans().values()))
+        wanted: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for name, shape in (("gate_up", (rows, hidden)), ("down", (hidden, self.intermediate))):
+            if self.format is None:
+                wanted[name] = shape, self.dtype
+            else:
+                wanted |= {f"{name}.{field}": part for field, part in self.format.shapes(*shape).items()}
+        if self.has_bias:
+            wanted |= {"gate_up_bias": ((rows,), self.dtype), "down_bias": ((hidden,), self.dtype)}
+        found: dict[str, Part] = {}
+        end = 0
+        for name, (shape, dtype) in wanted.items():
+            found[name] = Part(_aligned(end), shape, dtype)
+            end = found[name].end
+        return found
 
     @property
     def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
+        """From one record to the next, a multiple of 256."""
+        return _aligned(max(part.end for part in self.parts.values()))
 
     def views(self, buffer: torch.Tensor) -> ExpertWeights:
-        """The parts of all records of `buffer` [S, num_elements], as strided views [S, …] of it."""
-        assert buffer.dtype == self.dtype
-        assert buffer.shape[1] == self.num_elements
-        parts = {
-            name: buffer[:, start:end].unflatten(1, self.shapes[name]) for name, (start, end) in self._spans().items()
+        """The parts of all records of `buffer` [S, num_bytes] uint8, as strided views [S, …] of it."""
+        assert buffer.dtype == torch.uint8
+        assert buffer.shape[1] == self.num_bytes
+        found = {
+            name: buffer[:, part.offset : part.end].view(part.dtype).unflatten(1, part.shape)
+            for name, part in self.parts.items()
         }
-        return ExpertWeights(parts["gate_up"], parts["down"], parts.get("gate_up_bias"), parts.get("down_bias"))
+        biases = found.get("gate_up_bias"), found.get("down_bias")
+        return ExpertWeights(self._matrix("gate_up", found), self._matrix("down", found), *biases)
 
-    def _spans(self) -> dict[str, tuple[int, int]]:
-        """Elements from where to where each part takes."""
-        spans: dict[str, tuple[int, int]] = {}
-        end = 0
-        for name, shape in self.shapes.items():
-            start = self._aligned(end)
-            end = start + math.prod(shape)
-            spans[name] = (start, end)
-        return spans
+    def _matrix(self, name: str, found: dict[str, torch.Tensor]) -> Matrix:
+        if self.format is None:
+            return found[name]
+        return QuantizedMatrix(self.format, found[f"{name}.codes"], found[f"{name}.scales"], found.get(f"{name}.zeros"))
 
-    def _aligned(self, num_elements: int) -> int:
-        unit = ALIGNMENT_BYTES // self.dtype.itemsize
-        return -(-num_elements // unit) * unit
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 class ExpertStore:
@@ -104,7 +122,7 @@ class ExpertStore:
     """
 
     def __init__(self, layout: RecordLayout, arenas: list[torch.Tensor], layers: dict[int, torch.Tensor]) -> None:
-        """`layers` maps a layer to its records [E, num_elements], which lie in the arenas [records, num_elements]."""
+        """`layers` maps a layer to its records [E, num_bytes] uint8, which lie in the arenas [records, num_bytes]."""
         self.layout = layout
         self.is_pinned = False
         self._arenas = arenas
@@ -115,12 +133,12 @@ class ExpertStore:
         weakref.finalize(self, _unregister, self._registered)
 
     @classmethod
-    def allocate(cls, spec: ModelSpec, dtype: torch.dtype) -> ExpertStore:
+    def allocate(cls, spec: ModelSpec, dtype: torch.dtype, storage: Storage = PLAIN) -> ExpertStore:
         """Room for all experts, untouched and not yet pinned: filled memory is pinned many times faster.
 
         ConfigError where experts differ between layers; InputError where the system refuses the memory.
         """
-        layout = RecordLayout.of(spec, dtype)
+        layout = RecordLayout.of(spec, dtype, storage)
         counts = {i: layer.moe.num_experts for i, layer in enumerate(spec.layers) if layer.moe is not None}
         arenas, layers = [], {}
         for group in _group(counts, ARENA_BYTES // layout.num_bytes):
@@ -143,7 +161,7 @@ class ExpertStore:
         return {layer: records.data_ptr() for layer, records in self._layers.items()}
 
     def record(self, layer: int, expert: int) -> torch.Tensor:
-        """One expert's record [num_elements], contiguous."""
+        """One expert's record [num_bytes] uint8, contiguous."""
         return self._records[layer][expert]
 
     def pin(self) -> bool:
@@ -187,13 +205,12 @@ def _group(counts: dict[int, int], limit: int) -> list[list[int]]:
 
 
 def _empty_arena(num_records: int, layout: RecordLayout) -> torch.Tensor:
-    """Uninitialised host memory [num_records, layout.num_elements] on pages of its own: a page is registered whole,
-    and once."""
-    num_elements = num_records * layout.num_elements
-    mapped = max(num_elements, MAPPED_BYTES // layout.dtype.itemsize)
-    arena = empty_tensor((mapped,), layout.dtype, torch.device("cpu"))
+    """Uninitialised host memory [num_records, layout.num_bytes] on pages of its own: a page is registered whole, and
+    once."""
+    num_bytes = num_records * layout.num_bytes
+    arena = empty_tensor((max(num_bytes, MAPPED_BYTES),), torch.uint8, torch.device("cpu"))
     assert arena.data_ptr() % ALIGNMENT_BYTES == 0
-    return arena[:num_elements].view(num_records, layout.num_elements)
+    return arena[:num_bytes].view(num_records, layout.num_bytes)
 
 
 def _register(arena: torch.Tensor, registered: list[torch.Tensor]) -> str:

@@ -61,8 +61,21 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--seed", type=int, metavar="N", help="same seed, same text (default 0)")
     group = parser.add_argument_group("running")
     group.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    group.add_argument(
+        "--expert-dtype",
+        default="published",
+        metavar="FORM",
+        help="keep experts as published (default); in bf16, fp16, fp32, fp8, int8, mxfp4 or int4, quantised as they "
+        "are read; auto: in as few bits as the memory asks for",
+    )
+    group.add_argument(
+        "--dense-dtype",
+        default="published",
+        metavar="FORM",
+        help="keep attention, shared experts and the head as published (default), or in fp8 or int8",
+    )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
-    group.add_argument("--gpu-memory", metavar="SIZE", help="GPU memory to use: 10GiB, or 80%% of what is free")
+    group.add_argument("--gpu-memory", metavar="SIZE", help="to use: 10GiB, 80%% of what is free, auto: all of it")
     group.add_argument("--expert-slots", metavar="N|P%", help="experts to hold on the device, of all layers")
     group.add_argument(
         "--policy",

@@ -1,57 +1,103 @@
 """From checkpoint files to `ModelWeights`: where each tensor belongs, strict accounting, reading, checking.
 
-A `Target` is a view of the model's memory in the element order of the file, so every layout on disk (per expert or
-fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second buffer.
+A `Target` is the model's memory of one tensor and the order in which the file has its elements. So every layout on
+disk (per expert or fused, either orientation, interleaved gate and up rows) becomes one strided copy without a second
+buffer. Where the memory is of fewer bits, one matrix at a time is read and quantised.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
+from typing import NamedTuple
 
 import torch
 from tqdm import tqdm
 
+from tritonmoe.architectures import load_quantization
 from tritonmoe.checkpoint import Checkpoint, TensorEntry, TensorReader, open_checkpoint
 from tritonmoe.errors import CheckpointError
 from tritonmoe.expert_store import ExpertStore
+from tritonmoe.matrices import copy_matrix, in_format, row_slice, select
 from tritonmoe.memory import require_memory
+from tritonmoe.published_formats import PublishedFormat, StoredTensor, is_finite
+from tritonmoe.quantization import quantize
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec
 from tritonmoe.tensor_names import canonical_name, is_skippable
 from tritonmoe.weights import (
+    PLAIN,
     AttentionWeights,
     ExpertWeights,
-    GluWeights,
     LayerWeights,
     ModelWeights,
     MoeWeights,
+    Storage,
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels import reference
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, dequantize
 
 logger = logging.getLogger(__name__)
 
 NUM_READERS = 4
+MAX_QUANTIZERS = 16  # threads that quantise what they read
+QUANTIZED_ELEMENTS = 4 << 20  # read at a time of a tensor that is one matrix
 TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MXFP4_BLOCKS = ".mlp.experts.gate_up_proj_blocks"
+NAN_EXPONENT = 255  # of MXFP4's scales
+
+
+class Order(NamedTuple):
+    """How a file orders the values of a matrix [..., rows, columns] whose rows are outputs, gate rows first."""
+
+    is_transposed: bool = False  # [..., columns, rows]
+    is_interleaved: bool = False  # gate and up rows alternate, as GPT-OSS has them
+
+    def as_on_disk(self, memory: torch.Tensor) -> torch.Tensor:
+        """A view [E, …] in the file's order of memory [E, rows, …]; interleaved rows are two axes."""
+        view = memory.unflatten(1, (2, -1)).transpose(1, 2) if self.is_interleaved else memory
+        return view.movedim(-1, 1) if self.is_transposed else view
+
+    def as_in_memory(self, values: torch.Tensor) -> torch.Tensor:
+        """Rows [rows, columns] of one matrix as the file has it."""
+        rows = values.mT if self.is_transposed else values
+        return rows.unflatten(0, (-1, 2)).transpose(0, 1).flatten(0, 1) if self.is_interleaved else rows
+
+
+IN_ORDER = Order()
 
 
 @dataclass(frozen=True)
 class Target:
-    """Destination of one tensor: `shape` is what the file must have, `view` the same elements in memory.
+    """Destination of one tensor: `shape` is what the file must have, `memory` where the values go, in our order.
 
-    `scales` names the tensor of block exponents of an MXFP4 target, whose `shape` is that of the packed blocks.
+    `scales` names the tensor of block exponents where the file's is MXFP4 to be dequantised, whose `shape` is that of
+    the packed blocks. Codes that are kept as they are have a target of their own type, as have their `is_exponents`.
+    A matrix that is `published` as several tensors has their names in `words`, by the last word of each.
     """
 
     shape: tuple[int, ...]
-    view: torch.Tensor
+    memory: Matrix
+    order: Order = IN_ORDER
+    dtypes: tuple[torch.dtype, ...] = FLOATING
     scales: str | None = None
+    is_exponents: bool = False
+    published: PublishedFormat | None = None
+    words: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self, name: str) -> dict[str, StoredTensor]:
+        """What the file must have for the target called `name`, by canonical name, the one with the values first."""
+        if self.published is not None:
+            return {self.words[word]: tensor for word, tensor in self.published.tensors(*self.shape).items()}
+        found = {name: StoredTensor(self.shape, self.dtypes)}
+        return found if self.scales is None else {**found, self.scales: StoredTensor(self.shape[:-1], (torch.uint8,))}
 
 
 def load_weights(
@@ -64,9 +110,11 @@ def load_weights(
     check_memory: bool = True,
     progress: bool = False,
     store: ExpertStore | None = None,
+    storage: Storage = PLAIN,
 ) -> ModelWeights:
-    """Read the checkpoint in `folder` onto `device` in `dtype`, the routed experts into `store` if there is one,
-    which is pinned afterwards where `device` is a GPU.
+    """Read the checkpoint in `folder` onto `device` in `dtype`, the routed experts into `store` if there is one, which
+    is pinned afterwards where `device` is a GPU. What `storage` keeps in fewer bits is quantised as it is read, or
+    copied as it is where the file has it so.
 
     Raises CheckpointError naming the tensor for anything missing, doubled, misshapen, unknown or, with
     `check_finite`, not finite; InputError when the weights do not fit in memory.
@@ -75,15 +123,20 @@ def load_weights(
     checkpoint = open_checkpoint(folder)
     found = _canonical_entries(checkpoint)
     if check_memory:
-        _require_memory(spec, device, dtype, store)
-    weights = allocate(spec, device, dtype, store)
-    if spec.tied_head and "lm_head.weight" in found:
+        _require_memory(spec, device, dtype, store, storage)
+    weights = allocate(spec, device, dtype, store, storage)
+    if weights.head is weights.embedding and "lm_head.weight" in found:
         weights.head = torch.empty_like(weights.embedding)
     targets = _targets(spec, weights, found)
+    published = load_quantization(folder)
+    if published is not None:
+        targets = {name: _as_published(name, target, published, found) for name, target in targets.items()}
     _account(checkpoint, spec, targets, found)
-    readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(NUM_READERS)]
+    readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(_num_readers(targets))]
     _read_all(targets, found, readers, check_finite, progress)
-    if spec.tied_head and weights.head is not weights.embedding:
+    if "lm_head.weight" not in targets and isinstance(weights.head, QuantizedMatrix):
+        _store_rows(weights.head, weights.embedding)
+    elif spec.tied_head and isinstance(weights.head, torch.Tensor) and weights.head is not weights.embedding:
         _resolve_tied_head(folder, weights)
     seconds = time.perf_counter() - started
     size = checkpoint.num_bytes / 1e9
@@ -93,12 +146,35 @@ def load_weights(
     return weights
 
 
-def _require_memory(spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: ExpertStore | None) -> None:
+def published_storage(folder: Path, spec: ModelSpec) -> Storage:
+    """What the checkpoint in `folder` has in fewer bits and is to be kept so: the routed experts."""
+    found = _canonical_entries(open_checkpoint(folder))
+    first = f"layers.{min(spec.moe_layers, default=0)}"
+    if first + MXFP4_BLOCKS in found:
+        return Storage(MXFP4)
+    published = load_quantization(folder)
+    scales = None if published is None else found.get(f"{first}.mlp.experts.0.gate_proj.{published.scale_name}")
+    if published is None or scales is None:
+        return PLAIN
+    widest = max(spec.hidden_size, *(moe.intermediate_size for moe in spec.moe_layers.values()))
+    return Storage(published.weight_format(widest, scales.dtype))
+
+
+def _num_readers(targets: dict[str, Target]) -> int:
+    """Quantising takes longer than reading: as many threads as there are cores."""
+    if not any(isinstance(target.memory, QuantizedMatrix) or target.published for target in targets.values()):
+        return NUM_READERS
+    return max(NUM_READERS, min(MAX_QUANTIZERS, os.cpu_count() or 1))
+
+
+def _require_memory(
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: ExpertStore | None, storage: Storage
+) -> None:
     """InputError unless what goes to `device` and what goes to main memory both fit."""
-    kind = str(dtype).removeprefix("torch.")
+    kind = str(dtype).removeprefix("torch.") if storage.experts is None else storage.experts.name
     host_remedy = f"{'--dtype bfloat16 or ' if dtype == torch.float32 else ''}a smaller model {TRY_ANYWAY}"
     remedy = f"{'--dtype bfloat16, ' if dtype == torch.float32 else ''}another --device or a smaller model {TRY_ANYWAY}"
-    needed = weight_bytes(spec, dtype, with_experts=store is None)
+    needed = weight_bytes(spec, dtype, store is None, storage)
     if store is None:
         require_memory(needed, device, f"the weights in {kind}", remedy)
         return
@@ -131,15 +207,23 @@ def _targets(spec: ModelSpec, weights: ModelWeights, found: dict[str, TensorEntr
         "embed_tokens.weight": _plain(weights.embedding),
         "norm.weight": _plain(weights.final_norm),
     }
-    if weights.head is not weights.embedding:
+    if weights.head is not weights.embedding and not (spec.tied_head and "lm_head.weight" not in found):
         targets["lm_head.weight"] = _plain(weights.head)
     for i, (layer, layer_weights) in enumerate(zip(spec.layers, weights.layers, strict=True)):
         targets.update({f"layers.{i}.{k}": v for k, v in _layer_targets(layer, layer_weights, f"layers.{i}.", found)})
     return targets
 
 
-def _plain(view: torch.Tensor) -> Target:
-    return Target(tuple(view.shape), view)
+def _plain(memory: Matrix) -> Target:
+    return Target(tuple(memory.shape), memory)
+
+
+def _as_published(name: str, target: Target, published: PublishedFormat, found: dict[str, TensorEntry]) -> Target:
+    """The target of a matrix, if it is one that the file has in fewer bits, which the presence of its scales tells."""
+    stem = name.removesuffix("weight")
+    if stem == name or len(target.shape) != 2 or stem + published.scale_name not in found:
+        return target
+    return replace(target, published=published, words={word: stem + word for word in published.tensors(*target.shape)})
 
 
 def _layer_targets(
@@ -149,19 +233,18 @@ def _layer_targets(
     yield "post_attention_layernorm.weight", _plain(weights.post_norm)
     yield from _attention_targets(spec.attention.q_size, spec.attention.kv_size, weights.attention)
     if weights.dense is not None:
-        yield from _glu_targets("mlp", weights.dense)
+        yield from _glu_targets("mlp", weights.dense.gate_up, weights.dense.down)
     if spec.moe is not None and weights.moe is not None:
         yield from _moe_targets(spec.moe, weights.moe)
         yield from _expert_targets(spec.moe, weights.moe.experts, prefix, found)
 
 
 def _attention_targets(q_size: int, kv_size: int, weights: AttentionWeights) -> Iterable[tuple[str, Target]]:
-    sizes = [q_size, kv_size, kv_size]
-    for name, view in zip("qkv", weights.qkv.split(sizes), strict=True):
-        yield f"self_attn.{name}_proj.weight", _plain(view)
-    if weights.qkv_bias is not None:
-        for name, view in zip("qkv", weights.qkv_bias.split(sizes), strict=True):
-            yield f"self_attn.{name}_proj.bias", _plain(view)
+    rows = {"q": (0, q_size), "k": (q_size, kv_size), "v": (q_size + kv_size, kv_size)}
+    for name, (first, count) in rows.items():
+        yield f"self_attn.{name}_proj.weight", _plain(row_slice(weights.qkv, first, count))
+        if weights.qkv_bias is not None:
+            yield f"self_attn.{name}_proj.bias", _plain(weights.qkv_bias[first : first + count])
     optional = {
         "o_proj.weight": weights.output,
         "o_proj.bias": weights.output_bias,
@@ -169,14 +252,14 @@ def _attention_targets(q_size: int, kv_size: int, weights: AttentionWeights) -> 
         "k_norm.weight": weights.k_norm,
         "sinks": weights.sinks,
     }
-    yield from ((f"self_attn.{name}", _plain(view)) for name, view in optional.items() if view is not None)
+    yield from ((f"self_attn.{name}", _plain(memory)) for name, memory in optional.items() if memory is not None)
 
 
-def _glu_targets(prefix: str, weights: GluWeights) -> Iterable[tuple[str, Target]]:
-    gate, up = weights.gate_up.chunk(2)
-    yield f"{prefix}.gate_proj.weight", _plain(gate)
-    yield f"{prefix}.up_proj.weight", _plain(up)
-    yield f"{prefix}.down_proj.weight", _plain(weights.down)
+def _glu_targets(prefix: str, gate_up: Matrix, down: Matrix) -> Iterable[tuple[str, Target]]:
+    size = gate_up.shape[-2] // 2
+    yield f"{prefix}.gate_proj.weight", _plain(row_slice(gate_up, 0, size))
+    yield f"{prefix}.up_proj.weight", _plain(row_slice(gate_up, size, size))
+    yield f"{prefix}.down_proj.weight", _plain(down)
 
 
 def _moe_targets(spec: MoeSpec, weights: MoeWeights) -> Iterable[tuple[str, Target]]:
@@ -186,7 +269,7 @@ def _moe_targets(spec: MoeSpec, weights: MoeWeights) -> Iterable[tuple[str, Targ
     if weights.selection_bias is not None:
         yield "mlp.selection_bias", _plain(weights.selection_bias)
     if weights.shared is not None:
-        yield from _glu_targets("mlp.shared_expert", weights.shared)
+        yield from _glu_targets("mlp.shared_expert", weights.shared.gate_up, weights.shared.down)
     if weights.shared_gate is not None:
         yield "mlp.shared_expert_gate.weight", _plain(weights.shared_gate)
 
@@ -201,7 +284,7 @@ def _expert_targets(
         yield from _fused_targets(spec, weights, found, prefix)
     else:
         for e in range(spec.num_experts):
-            yield from _glu_targets(f"mlp.experts.{e}", GluWeights(weights.gate_up[e], weights.down[e]))
+            yield from _glu_targets(f"mlp.experts.{e}", select(weights.gate_up, e), select(weights.down, e))
             if weights.gate_up_bias is not None and weights.down_bias is not None:
                 gate, up = weights.gate_up_bias[e].chunk(2)
                 for name, bias in (("gate", gate), ("up", up), ("down", weights.down_bias[e])):
@@ -213,47 +296,46 @@ def _fused_targets(
 ) -> Iterable[tuple[str, Target]]:
     """All experts in one tensor, as [out, in] matrices or as [in, out]."""
     experts, rows, hidden = weights.gate_up.shape
-    gate_up, down = _file_order(spec, weights.gate_up), weights.down
     # Both cannot be square at once, so the one that is not tells the orientation of both.
     if rows != hidden:
-        transposed = found[f"{prefix}mlp.experts.gate_up_proj"].shape == (experts, hidden, rows)
+        is_transposed = found[f"{prefix}mlp.experts.gate_up_proj"].shape == (experts, hidden, rows)
     else:
         down_entry = found.get(f"{prefix}mlp.experts.down_proj")  # its absence is for the accounting to report
-        transposed = down_entry is not None and down_entry.shape == (experts, rows // 2, hidden)
-    if transposed:
-        gate_up, down = gate_up.movedim(-1, 1), down.transpose(1, 2)
-    shape = (experts, hidden, rows) if transposed else (experts, rows, hidden)
-    yield "mlp.experts.gate_up_proj", Target(shape, gate_up)
-    yield "mlp.experts.down_proj", _plain(down)
+        is_transposed = down_entry is not None and down_entry.shape == (experts, rows // 2, hidden)
+    for name, memory in (("gate_up_proj", weights.gate_up), ("down_proj", weights.down)):
+        _, outputs, inputs = memory.shape
+        shape = (experts, inputs, outputs) if is_transposed else (experts, outputs, inputs)
+        order = Order(is_transposed, name == "gate_up_proj" and _is_interleaved(spec))
+        yield f"mlp.experts.{name}", Target(shape, memory, order)
     yield from _expert_bias_targets(spec, weights)
 
 
 def _mxfp4_targets(spec: MoeSpec, weights: ExpertWeights, prefix: str) -> Iterable[tuple[str, Target]]:
     """GPT-OSS's packed experts: blocks of 32 values in 16 bytes, rows always [out, in]."""
-    for name, view in (("gate_up_proj", _file_order(spec, weights.gate_up)), ("down_proj", weights.down)):
-        experts, columns = view.shape[0], view.shape[-1]
+    for name, memory in (("gate_up_proj", weights.gate_up), ("down_proj", weights.down)):
+        experts, rows, columns = memory.shape
         if columns % 32:
             raise CheckpointError(f"{prefix}{name}_blocks: MXFP4 needs a multiple of 32 columns, not {columns}")
-        rows = view[0].numel() // columns
-        yield (
-            f"mlp.experts.{name}_blocks",
-            Target((experts, rows, columns // 32, 16), view, scales=f"{prefix}{name}_scales"),
-        )
+        groups, order = (experts, rows, columns // 32), Order(False, name == "gate_up_proj" and _is_interleaved(spec))
+        blocks = f"mlp.experts.{name}_blocks"
+        if isinstance(memory, QuantizedMatrix) and memory.format == MXFP4:  # as the file has them
+            codes = memory.codes.unflatten(-1, (-1, 16))
+            yield blocks, Target((*groups, 16), codes, order, (torch.uint8,))
+            yield f"mlp.experts.{name}_scales", Target(groups, memory.scales, order, (torch.uint8,), is_exponents=True)
+        else:
+            yield blocks, Target((*groups, 16), memory, order, (torch.uint8,), f"{prefix}{name}_scales")
     yield from _expert_bias_targets(spec, weights)
 
 
 def _expert_bias_targets(spec: MoeSpec, weights: ExpertWeights) -> Iterable[tuple[str, Target]]:
     if weights.gate_up_bias is not None and weights.down_bias is not None:
-        shape = tuple(weights.gate_up_bias.shape)
-        yield "mlp.experts.gate_up_proj_bias", Target(shape, _file_order(spec, weights.gate_up_bias))
+        order = Order(is_interleaved=_is_interleaved(spec))
+        yield "mlp.experts.gate_up_proj_bias", Target(tuple(weights.gate_up_bias.shape), weights.gate_up_bias, order)
         yield "mlp.experts.down_proj_bias", _plain(weights.down_bias)
 
 
-def _file_order(spec: MoeSpec, gate_up: torch.Tensor) -> torch.Tensor:
-    """[E, 2I, …] in the file's order of rows: GPT-OSS alternates gate and up rows, [E, I, 2, …]."""
-    if spec.activation != "swiglu_clamped":
-        return gate_up
-    return gate_up.unflatten(1, (2, spec.intermediate_size)).transpose(1, 2)
+def _is_interleaved(spec: MoeSpec) -> bool:
+    return spec.activation == "swiglu_clamped"
 
 
 def _account(
@@ -261,24 +343,21 @@ def _account(
 ) -> None:
     """Every needed tensor exists with its shape and a usable type, and every other one is known to be skippable."""
     folder = checkpoint.folder
-    scales = {target.scales for target in targets.values() if target.scales is not None}
-    missing = [name for name in [*targets, *scales] if name not in found]
+    needed = {k: tensor for name, target in targets.items() for k, tensor in target.tensors(name).items()}
+    missing = [name for name, tensor in needed.items() if name not in found and not tensor.is_optional]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         head = "; config.json says the head is not tied to the embedding" if missing == ["lm_head.weight"] else ""
         raise CheckpointError(f"{folder}: tensor {_disk_name(missing[0])} is missing{more}{head}")
     unknown = [
-        entry.name
-        for name, entry in found.items()
-        if name not in targets and name not in scales and not is_skippable(name, len(spec.layers))
+        entry.name for name, entry in found.items() if name not in needed and not is_skippable(name, len(spec.layers))
     ]
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise CheckpointError(f"{folder}: tensor {unknown[0]}{more} is not part of a {spec.model_type} model")
-    for name, target in targets.items():
-        _check_entry(found[name], target.shape, (torch.uint8,) if target.scales else FLOATING)
-        if target.scales:
-            _check_entry(found[target.scales], target.shape[:-1], (torch.uint8,))
+    for name, tensor in needed.items():
+        if name in found:
+            _check_entry(found[name], tensor.shape, tensor.dtypes)
 
 
 def _check_entry(entry: TensorEntry, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -306,27 +385,32 @@ def _read_all(
 ) -> None:
     """Fill all targets in the order of the bytes on disk, with all readers (closed at the end) at a time: fresh memory
     and fast disks both take more requests than one thread can make."""
-    order = sorted(targets, key=lambda name: (found[name].file, found[name].offset))
+    entries = {name: found[next(iter(target.tensors(name)))] for name, target in targets.items()}
+    order = sorted(targets, key=lambda name: (entries[name].file, entries[name].offset))
     idle: SimpleQueue[TensorReader] = SimpleQueue()
 
     def fill(name: str) -> int:
         reader = idle.get()
         try:
-            _fill(reader, targets[name], found[name], found, check_finite)
+            _fill(reader, targets[name], entries[name], found, check_finite)
         finally:
             idle.put(reader)
-        return found[name].num_bytes
+        return entries[name].num_bytes
 
     for reader in readers:
         idle.put(reader)
     pool = ThreadPoolExecutor(len(readers))
-    total = sum(found[name].num_bytes for name in targets)
+    threads = torch.get_num_threads()
+    if len(readers) > NUM_READERS:
+        torch.set_num_threads(1)  # of each that quantises
+    total = sum(entry.num_bytes for entry in entries.values())
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:
             for num_bytes in pool.map(fill, order):
                 bar.update(num_bytes)
     finally:
         pool.shutdown(cancel_futures=True)
+        torch.set_num_threads(threads)
         for reader in readers:
             reader.close()
 
@@ -334,25 +418,96 @@ def _read_all(
 def _fill(
     reader: TensorReader, target: Target, entry: TensorEntry, found: dict[str, TensorEntry], check_finite: bool
 ) -> None:
-    if target.scales is not None:
-        _read_mxfp4(reader, entry, found[target.scales], target)
+    memory = target.memory
+    if target.published is not None:
+        _store_published(reader, target, target.published, entry, found, check_finite)
+    elif isinstance(memory, torch.Tensor) and target.scales is None:
+        reader.read(replace(entry, shape=target.shape), target.order.as_on_disk(memory))
     else:
-        reader.read(replace(entry, shape=target.shape), target.view)
-    if check_finite and not _is_finite(target.view):
-        if target.view.dtype == torch.float16 and entry.dtype != torch.float16:
-            raise CheckpointError(
-                f"{entry.file}: {entry.name} has values beyond the range of float16; use --dtype bfloat16 or float32"
-            )
+        for rows, values in _matrices(reader, target, entry, found):
+            if isinstance(memory, QuantizedMatrix) and not _is_finite(values):
+                raise CheckpointError(f"{entry.file}: {entry.name} holds NaN or infinite values, which no format has")
+            _store_rows(rows, values)
+    if not check_finite or isinstance(memory, QuantizedMatrix):
+        return
+    is_sound = not _has_nan_exponent(memory) if target.is_exponents else _is_finite(memory)
+    if is_sound:
+        return
+    if memory.dtype == torch.float16 and entry.dtype != torch.float16:
         raise CheckpointError(
-            f"{entry.file}: {entry.name} holds NaN or infinite values; the file is damaged "
-            "(--no-check-weights loads it anyway)"
+            f"{entry.file}: {entry.name} has values beyond the range of float16; use --dtype bfloat16 or float32"
         )
+    raise CheckpointError(
+        f"{entry.file}: {entry.name} holds NaN or infinite values; the file is damaged "
+        "(--no-check-weights loads it anyway)"
+    )
 
 
-def _read_mxfp4(reader: TensorReader, blocks: TensorEntry, scales: TensorEntry, target: Target) -> None:
+def _matrices(
+    reader: TensorReader, target: Target, entry: TensorEntry, found: dict[str, TensorEntry]
+) -> Iterator[tuple[Matrix, torch.Tensor]]:
+    """One matrix after the other, where its rows go and their values [rows, columns]."""
+    if len(target.shape) == 2:
+        count = _rows_at_once(target.memory)
+        source = replace(entry, shape=target.shape)
+        for first in range(0, target.shape[0], count):
+            values = reader.rows(source, first, min(count, target.shape[0] - first))
+            yield row_slice(target.memory, first, len(values)), values
+        return
     for e in range(target.shape[0]):
-        values = reference.mxfp4_dequantize(reader.rows(blocks, e, 1)[0], reader.rows(scales, e, 1)[0])
-        target.view[e].copy_(values.view(target.view[e].shape))
+        values = reader.rows(entry, e, 1)
+        if target.scales is not None:
+            packed = QuantizedMatrix(MXFP4, values.flatten(-2), reader.rows(found[target.scales], e, 1))
+            values = dequantize(packed)
+        yield select(target.memory, e), target.order.as_in_memory(values[0])
+
+
+def _store_rows(memory: Matrix, values: torch.Tensor) -> None:
+    """Keep rows of values in whatever form the memory is; quantised on the host, so that every device gets the same."""
+    if isinstance(memory, torch.Tensor):
+        memory.copy_(values)
+    else:
+        copy_matrix(memory, quantize(values.cpu(), memory.format))
+
+
+def _store_published(
+    reader: TensorReader,
+    target: Target,
+    published: PublishedFormat,
+    entry: TensorEntry,
+    found: dict[str, TensorEntry],
+    check_finite: bool,
+) -> None:
+    """Keep a published matrix: its own codes where the memory's format can hold them, else its values."""
+    expected = published.tensors(*target.shape)
+    tensors = {}
+    for word, name in target.words.items():
+        if name in found:
+            tensors[word] = torch.empty(expected[word].shape, dtype=found[name].dtype)
+            reader.read(replace(found[name], shape=expected[word].shape), tensors[word])
+    try:
+        matrix = published.decode(tensors, *target.shape)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{entry.file}: {entry.name} {problem}") from None
+    if check_finite and not is_finite(matrix):
+        raise CheckpointError(f"{entry.file}: {entry.name} or its scales hold NaN or infinite values")
+    memory = target.memory
+    kept = in_format(matrix, memory.format) if isinstance(memory, QuantizedMatrix) else None
+    if kept is not None:
+        copy_matrix(memory, kept)
+    else:
+        dtype = memory.dtype if isinstance(memory, torch.Tensor) else torch.float32
+        _store_rows(memory, dequantize(matrix, dtype))
+
+
+def _rows_at_once(memory: Matrix) -> int:
+    """Whole groups of rows, which share scales."""
+    group = memory.format.group_rows if isinstance(memory, QuantizedMatrix) else 1
+    return group * max(1, QUANTIZED_ELEMENTS // (group * memory.shape[-1]))
+
+
+def _has_nan_exponent(scales: torch.Tensor) -> bool:
+    return any(bool((part == NAN_EXPONENT).any()) for part in scales)
 
 
 def _is_finite(view: torch.Tensor) -> bool:
@@ -370,7 +525,7 @@ def _is_finite(view: torch.Tensor) -> bool:
 
 def _resolve_tied_head(folder: Path, weights: ModelWeights) -> None:
     """A file that holds a head although config.json ties it: the same values are shared, others are believed."""
-    if torch.equal(weights.head, weights.embedding):
+    if isinstance(weights.head, torch.Tensor) and torch.equal(weights.head, weights.embedding):
         weights.head = weights.embedding
     else:
         logger.warning("%s: tie_word_embeddings is true but lm_head.weight differs; lm_head.weight is used", folder)

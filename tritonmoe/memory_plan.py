@@ -15,10 +15,11 @@ from tritonmoe.errors import InputError
 from tritonmoe.expert_store import RecordLayout
 from tritonmoe.kv_cache import kv_bytes_per_token
 from tritonmoe.memory import available_bytes
+from tritonmoe.operations import DEQUANTIZED_BYTES, DEQUANTIZED_ELEMENTS
 from tritonmoe.policy import PRESETS, Policy, minimum_slots
 from tritonmoe.session import step_bytes
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import weight_bytes
+from tritonmoe.weights import PLAIN, Storage, weight_bytes
 
 # By type of device: the libraries' own workspaces, compiled kernels, captured graphs, and what allocators round up.
 RESERVE_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}
@@ -53,6 +54,12 @@ class MemoryPlan:
     layer_slots: int  # likewise; the fewest that hold what a layer of a decode step needs, so that it runs at once
     num_experts: int  # of all layers together
     fits_resident: bool  # whether the budget holds every expert
+    host_bytes: int  # of main memory that all experts take where they are not resident, else 0
+
+    @property
+    def slot_share(self) -> float:
+        """Of all experts, those on the device at a time."""
+        return self.num_slots / self.num_experts if self.num_slots else 1.0
 
     def lines(self) -> list[str]:
         """The table to print before loading."""
@@ -61,9 +68,9 @@ class MemoryPlan:
         lines = [f"{format_bytes(self.budget_bytes)} {self.place}, divided into"]
         lines += [f"  {what:<{left}}  {size:>{right}}" for (what, _), size in zip(self.rows, sizes, strict=True)]
         if self.num_slots:
-            share = 100 * self.num_slots / self.num_experts
             lines.append(
-                f"  slots for {share:.3g} % of {self.num_experts} experts; the minimum is {self.minimum_slots}"
+                f"  slots for {100 * self.slot_share:.3g} % of {self.num_experts} experts; "
+                f"the minimum is {self.minimum_slots}"
             )
             if self.num_slots < self.layer_slots:
                 lines.append("  fewer slots than a layer needs at once: it runs in waves, which is slower")
@@ -73,14 +80,15 @@ class MemoryPlan:
 
 
 def read_budget(text: str | None, device: torch.device, store_bytes: int = 0) -> Budget:
-    """The value of `--gpu-memory` ("10GiB", or "80%" of what is free), or all that is free where it is not given.
+    """The value of `--gpu-memory` ("10GiB", or "80%" of what is free), or all that is free for "auto" and where it is
+    not given.
 
     `store_bytes` is what the host's copy of the experts will take; on a CPU it comes out of the same memory. Raises
     InputError, one line, for a value that is not understood or more than there is.
     """
     free = available_bytes(device)
     limit = free if device.type == "cuda" else max(0, free - store_bytes)
-    if text is None:
+    if text is None or text.strip().lower() == "auto":
         return Budget(limit, limit, free)
     match = SIZE.fullmatch(text.strip().upper())
     if match is None:
@@ -122,13 +130,14 @@ def plan(
     max_context: int,
     batch: int = 1,
     expert_slots: str | None = None,
+    storage: Storage = PLAIN,
 ) -> MemoryPlan:
-    """Divide `budget` for a model in `dtype` and `batch` sequences of up to `max_context` tokens.
+    """Divide `budget` for a model in `dtype` and `storage` and `batch` sequences of up to `max_context` tokens.
 
     `policy` is the effective one, `expert_slots` the option's text. Raises InputError where it does not fit: one line
     that says what is needed and which option to change.
     """
-    division = _Division(spec, dtype, device, policy, max_context, batch)
+    division = _Division(spec, dtype, device, policy, max_context, batch, storage)
     if policy.is_resident:
         if expert_slots is not None:
             raise InputError("--expert-slots has no effect with --policy resident; leave it out, or use --policy exact")
@@ -146,14 +155,22 @@ class _Division:
     """A division under way: what a model needs for a given context, and what is then left for experts."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, policy: Policy, max_context: int, batch: int
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        policy: Policy,
+        max_context: int,
+        batch: int,
+        storage: Storage,
     ) -> None:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
-        self._max_context, self._batch = max_context, batch
+        self._max_context, self._batch, self._storage = max_context, batch, storage
         self._num_experts = sum(moe.num_experts for moe in spec.moe_layers.values())
-        self._weight_bytes = weight_bytes(spec, dtype, with_experts=False)
-        all_experts = weight_bytes(spec, dtype) - self._weight_bytes
-        self._resident_row = (f"all {self._num_experts} experts", all_experts)
+        self._weight_bytes = weight_bytes(spec, dtype, with_experts=False, storage=storage)
+        all_experts = weight_bytes(spec, dtype, storage=storage) - self._weight_bytes
+        self._format = "" if storage.experts is None else f" in {storage.experts.name}"
+        self._resident_row = (f"all {self._num_experts} experts{self._format}", all_experts)
 
     def resident(self, budget: Budget) -> MemoryPlan:
         if not self._fits_resident(budget):
@@ -163,10 +180,10 @@ class _Division:
                 max(budget.resident_bytes, budget.limit_bytes),
                 ["--policy exact, which needs room for few of the experts"],
             )
-        return self._plan(self._resident_row, budget, budget.resident_bytes, 0, 0)
+        return self._plan(self._resident_row, budget, budget.resident_bytes)
 
     def slots(self, budget: Budget, expert_slots: str | None) -> MemoryPlan:
-        record_bytes = RecordLayout.of(self._spec, self._dtype).num_bytes
+        record_bytes = RecordLayout.of(self._spec, self._dtype, self._storage).num_bytes
         most = min(moe.num_experts - moe.num_experts_per_tok for moe in self._spec.moe_layers.values())
         if self._policy.candidates > most:
             raise InputError(
@@ -181,7 +198,7 @@ class _Division:
             wanted = read_slots(expert_slots, self._num_experts)
             if wanted < 1:
                 raise InputError(f"--expert-slots {expert_slots} hold no expert; use 1 or more")
-        row = (f"{wanted} expert slots of {format_bytes(record_bytes)}", wanted * record_bytes)
+        row = (f"{wanted} expert slots of {format_bytes(record_bytes)}{self._format}", wanted * record_bytes)
         if wanted > fitting:
             remedies = []
             if fitting >= 1 and expert_slots is not None:
@@ -191,15 +208,19 @@ class _Division:
             if expert_slots is None and self._unpredicted_minimum() <= fitting:
                 remedies.append("--policy on-demand, which prefetches nothing")
             raise self._refusal(row, budget.num_bytes, budget.limit_bytes, remedies)
-        return self._plan(row, budget, budget.num_bytes, wanted, minimum)
+        host_bytes = self._num_experts * record_bytes
+        return self._plan(row, budget, budget.num_bytes, wanted, minimum, host_bytes)
 
     def _fixed(self, context: int) -> list[tuple[str, int]]:
         """Everything but experts."""
-        spec, dtype, batch = self._spec, self._dtype, self._batch
+        spec, dtype, batch, dense = self._spec, self._dtype, self._batch, self._storage.dense
+        workspace = step_bytes(spec, self._device, dtype, context)
+        if dense is not None:
+            workspace += DEQUANTIZED_BYTES * min(DEQUANTIZED_ELEMENTS, spec.vocab_size * spec.hidden_size)
         rows = [
-            ("weights without experts", self._weight_bytes),
+            (f"weights without experts{'' if dense is None else f', most in {dense.name}'}", self._weight_bytes),
             (f"KV cache of {batch} x {context} tokens", self._kv_bytes(context)),
-            ("workspace of a prefill step", step_bytes(spec, self._device, dtype, context)),
+            ("workspace of a prefill step", workspace),
             ("default vectors", self._vector_bytes()),
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
@@ -220,7 +241,13 @@ class _Division:
         return needed <= budget.resident_bytes
 
     def _plan(
-        self, experts: tuple[str, int], budget: Budget, num_bytes: int, num_slots: int, minimum: int
+        self,
+        experts: tuple[str, int],
+        budget: Budget,
+        num_bytes: int,
+        num_slots: int = 0,
+        minimum: int = 0,
+        host_bytes: int = 0,
     ) -> MemoryPlan:
         rows = [*self._fixed(self._max_context), experts]
         unused = num_bytes - _total(rows)
@@ -235,6 +262,7 @@ class _Division:
             self._unpredicted_minimum() if num_slots else 0,
             self._num_experts,
             self._fits_resident(budget),
+            host_bytes,
         )
 
     def _refusal(

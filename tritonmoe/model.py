@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.moe import Experts, Hooks
-from tritonmoe.operations import MAX_STREAMED_TOKENS, Operations, operations
+from tritonmoe.operations import Operations, operations, product, streams
 from tritonmoe.rope import inverse_frequencies
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
@@ -99,13 +99,10 @@ class Decoder:
         """residual [T, H] -> float32 logits [T, V]."""
         head, norm, epsilon = self.weights.head, self.weights.final_norm, self.spec.norm_epsilon
         residual = residual.contiguous()
-        if len(residual) <= MAX_STREAMED_TOKENS:
+        if streams(len(residual), head):
             out = torch.empty(len(residual), len(head), dtype=torch.float32, device=self.device)
             logits = self._ops.linear(residual, head, None, norm, epsilon, out=out)
         else:
             _, x = self._ops.add_rms_norm(residual, None, norm, epsilon)
-            if x.is_cuda and x.dtype != torch.float32:
-                logits = torch.mm(x, head.T, out_dtype=torch.float32)  # not rounded to 16 bits on the way
-            else:
-                logits = F.linear(x, head).float()
+            logits = product(x, head, to_float=True)  # not rounded to 16 bits on the way
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tritonmoe.operations import Operations
+from tritonmoe.matrices import select
+from tritonmoe.operations import Operations, product
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
 from tritonmoe.step_graph import StepGraph
 from tritonmoe.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
@@ -184,9 +185,10 @@ class Experts:
     def _glu_mlp(self, weights: GluWeights, x: torch.Tensor) -> torch.Tensor:
         """Dense SiLU-GLU: x [T, H] (normed) -> [T, H]. Few tokens stream it as an expert that every token chose."""
         if len(x) > MAX_DECODE_TOKENS:
-            return reference.glu_mlp(x, weights.gate_up, weights.down)
+            return product(reference.activation(product(x, weights.gate_up), "silu"), weights.down)
         slot_ids, out = self._scratch.first_slot[: len(x)], x.new_empty(len(x), 1, x.shape[1])
-        return self._ops.expert_gemm(x, slot_ids, weights.gate_up[None], weights.down[None], out=out).squeeze(1)
+        one, other = select(weights.gate_up, None), select(weights.down, None)
+        return self._ops.expert_gemm(x, slot_ids, one, other, out=out).squeeze(1)
 
 
 def routing_rule(top_k: int, router: RouterSpec) -> Routing:

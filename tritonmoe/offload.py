@@ -347,9 +347,8 @@ class OffloadedExperts(Experts):
                 self.scheduler.abort(slot, epoch)
 
     def _make_slots(self, num_slots: int) -> tuple[torch.Tensor, CopyEngine]:
-        layout = self._store.layout
-        shape = (num_slots, layout.num_elements)
-        buffer = torch.empty(shape, dtype=layout.dtype, device=self._weights.embedding.device)
+        shape = (num_slots, self._store.layout.num_bytes)
+        buffer = torch.empty(shape, dtype=torch.uint8, device=self._weights.embedding.device)
         return buffer, self._make_copies(buffer, self.pool.landed)
 
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:

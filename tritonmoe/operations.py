@@ -12,10 +12,40 @@ import torch
 import torch.nn.functional as F
 
 from tritonmoe.errors import InputError
+from tritonmoe.matrices import row_slice
 from tritonmoe_kernels import fetch_reference, plan_reference, references
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, dequantize
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 
 # Up to so many tokens a projection streams its weights through our own kernel; from there on the library's is faster.
 MAX_STREAMED_TOKENS = 1
+# The library's wants weights of fewer bits dequantised, so many elements at a time.
+DEQUANTIZED_ELEMENTS = 8 << 20
+DEQUANTIZED_BYTES = 16  # for each: of `dequantize`'s float32 values, scales and product, and the result
+
+
+def streams(tokens: int, weight: Matrix) -> bool:
+    """Whether so many tokens go through `linear`, which reads the weights for each of them."""
+    return tokens <= (MAX_STREAMED_TOKENS if isinstance(weight, torch.Tensor) else MAX_DECODE_TOKENS)
+
+
+def product(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None = None, to_float: bool = False) -> torch.Tensor:
+    """x [T, H] times weight [N, H] transposed, plus bias: [T, N] in x's dtype, or in float32 (`to_float`), to which
+    sums of 16-bit values then go without a rounding in between where a GPU makes them."""
+    if isinstance(weight, torch.Tensor):
+        if to_float and x.is_cuda and x.dtype != torch.float32:
+            return torch.mm(x, weight.T, out_dtype=torch.float32)
+        out = F.linear(x, weight, bias)
+        return out.float() if to_float else out
+    count, rows = max(1, DEQUANTIZED_ELEMENTS // weight.shape[1]), weight.shape[0]
+    count = -(-count // weight.format.group_rows) * weight.format.group_rows
+    found = []
+    for first in range(0, rows, count):
+        part = row_slice(weight, first, min(count, rows - first))
+        assert isinstance(part, QuantizedMatrix)
+        found.append(product(x, dequantize(part, x.dtype), None, to_float))
+    out = torch.cat(found, dim=1)
+    return out if bias is None else out + bias
 
 
 class Operations(NamedTuple):
@@ -39,17 +69,17 @@ class Operations(NamedTuple):
     def project(
         self,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: Matrix,
         bias: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         epsilon: float = 0.0,
     ) -> torch.Tensor:
         """x [T, H], normed first where there is a norm, through a dense weight [N, H]: [T, N]."""
-        if len(x) <= MAX_STREAMED_TOKENS:
+        if streams(len(x), weight):
             return self.linear(x, weight, bias, norm_weight, epsilon)
         if norm_weight is not None:
             _, x = self.add_rms_norm(x, None, norm_weight, epsilon)
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
 
 
 REFERENCES = Operations(

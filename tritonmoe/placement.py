@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,15 +15,17 @@ import torch
 from tritonmoe.default_vectors import load_default_vectors
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
-from tritonmoe.loading import load_weights
-from tritonmoe.memory_plan import MemoryPlan, plan, read_budget
+from tritonmoe.loading import load_weights, published_storage
+from tritonmoe.memory import available_bytes
+from tritonmoe.memory_plan import MemoryPlan, format_bytes, plan, read_budget
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import Operations, operations
 from tritonmoe.policy import RESIDENT, Policy, resolve
 from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ModelWeights, weight_bytes
+from tritonmoe.storage import AUTO, PUBLISHED, WANTED_SHARE, Divided, choose, resolve_storage
+from tritonmoe.weights import ModelWeights, Storage, weight_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,8 @@ class Placement:
 
     `policy` is the name of a preset, `overrides` what replaces its choices (arguments of `policy.resolve`);
     `measure` has the true routers evaluated too where guesses are executed, for the report: it costs time.
-    `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%".
+    `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%"; so are
+    `expert_dtype` and `dense_dtype`, the forms in which weights are kept.
     """
 
     policy: str | None = None
@@ -43,6 +48,8 @@ class Placement:
     default_vectors: Path | None = None
     measure: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
+    expert_dtype: str = PUBLISHED
+    dense_dtype: str = PUBLISHED
 
     @property
     def leaves_policy_open(self) -> bool:
@@ -51,8 +58,8 @@ class Placement:
 
     @property
     def is_open(self) -> bool:
-        """Whether nothing at all was asked for."""
-        return self.gpu_memory is None and self.leaves_policy_open
+        """Whether nothing was asked for that depends on the amount of memory."""
+        return self.gpu_memory is None and self.leaves_policy_open and self.expert_dtype != AUTO
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,7 @@ class Loading:
     check_memory: bool = True
     progress: bool = False
 
-    def weights(self, store: ExpertStore | None = None) -> ModelWeights:
+    def weights(self, storage: Storage, store: ExpertStore | None = None) -> ModelWeights:
         return load_weights(
             self.folder,
             self.spec,
@@ -77,6 +84,7 @@ class Loading:
             check_memory=self.check_memory,
             progress=self.progress,
             store=store,
+            storage=storage,
         )
 
 
@@ -89,16 +97,18 @@ def load_decoder(
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
+    published = published_storage(loading.folder, spec)
+    storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
-        return Decoder(spec, loading.weights()), None
+        return Decoder(spec, loading.weights(storages[0])), None
     vectors_file = _vectors_file(loading.folder, placement)
-    policy, division = _divide(loading, placement, max_context, batch, vectors_file is not None)
+    policy, storage, division = _choose(loading, placement, storages, max_context, batch, vectors_file is not None)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
-        return Decoder(spec, loading.weights()), division
-    store = ExpertStore.allocate(spec, loading.dtype)
-    weights = loading.weights(store)
+        return Decoder(spec, loading.weights(storage)), division
+    store = ExpertStore.allocate(spec, loading.dtype, storage)
+    weights = loading.weights(storage, store)
     defaults = None
     if policy.uses_default_vectors and vectors_file is not None:
         vectors = load_default_vectors(vectors_file, spec, weights)
@@ -112,30 +122,65 @@ def load_decoder(
     return Decoder(spec, weights, ops, experts), division
 
 
+def _choose(
+    loading: Loading, placement: Placement, storages: list[Storage], max_context: int, batch: int, has_vectors: bool
+) -> tuple[Policy, Storage, MemoryPlan]:
+    """The form of the experts, with the policy that is run and the division of memory for it; says what decided."""
+
+    def divide(storage: Storage) -> Divided:
+        return _divide(loading, placement, storage, max_context, batch, has_vectors)
+
+    storage, reason = storages[0], None
+    if placement.expert_dtype == AUTO:
+        is_cpu = loading.device.type == "cpu"  # where the budget already takes account of the store
+        free = sys.maxsize if is_cpu else available_bytes(torch.device("cpu"))
+        storage, divided, reason = choose(storages, loading.dtype, divide, free)
+    else:
+        divided = divide(storage)
+        if placement.expert_dtype == PUBLISHED and placement.expert_slots is None:
+            reason = _advice(divided.plan, storages[1:], divide)
+    for text in (divided.remark, reason):
+        if text is not None:
+            logger.info("%s", text)
+    return divided.policy, storage, divided.plan
+
+
+def _advice(division: MemoryPlan, narrower: list[Storage], divide: Callable[[Storage], Divided]) -> str | None:
+    """What fewer bits would bring where most experts have to come over the link."""
+    if division.slot_share >= WANTED_SHARE or not narrower:
+        return None
+    storage = narrower[-1]
+    assert storage.experts is not None
+    narrow = divide(storage).plan
+    return (
+        f"--expert-dtype {storage.experts.name} would give slots for {100 * narrow.slot_share:.3g} % of the experts "
+        f"instead of {100 * division.slot_share:.3g} %, with {format_bytes(narrow.host_bytes)} of main memory instead "
+        f"of {format_bytes(division.host_bytes)}; outputs are then not the model's own"
+    )
+
+
 def _divide(
-    loading: Loading, placement: Placement, max_context: int, batch: int, has_vectors: bool
-) -> tuple[Policy, MemoryPlan]:
-    """The policy that is run, and the division of memory for it."""
+    loading: Loading, placement: Placement, storage: Storage, max_context: int, batch: int, has_vectors: bool
+) -> Divided:
+    """The policy that is run and the division of memory for it."""
     spec, device, dtype = loading.spec, loading.device, loading.dtype
-    store_bytes = weight_bytes(spec, dtype) - weight_bytes(spec, dtype, with_experts=False)
+    store_bytes = weight_bytes(spec, dtype, storage=storage) - weight_bytes(spec, dtype, False, storage)
     budget = read_budget(placement.gpu_memory, device, store_bytes)
 
     def divided(policy: Policy) -> MemoryPlan:
-        return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots)
+        return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots, storage)
 
     if placement.leaves_policy_open:
         with suppress(InputError):  # it does not fit
-            return resolve(RESIDENT), divided(resolve(RESIDENT))
+            return Divided(resolve(RESIDENT), divided(resolve(RESIDENT)), None)
     policy, line = resolve(placement.policy or "exact", **placement.overrides).effective(has_vectors)
     if policy.predictor == "oracle":
         raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
-    if line is not None:
-        logger.info("%s", line)
     if placement.measure and policy.execute != "speculated":
         raise InputError("--measure compares executed guesses with the routers; it needs --execute speculated")
     if placement.default_vectors is not None and not policy.uses_default_vectors:
         raise InputError(f"--default-vectors has no effect with --predict {policy.predictor}; leave it out")
-    return policy, divided(policy)
+    return Divided(policy, divided(policy), line)
 
 
 def _vectors_file(folder: Path, placement: Placement) -> Path | None:

@@ -292,7 +292,7 @@ def _header(decoder: Decoder) -> TraceHeader:
         model_type=spec.model_type,
         experts=tuple(0 if moe is None else moe.num_experts for moe in moes),
         num_experts_per_tok=max(moe.num_experts_per_tok for moe in moes if moe is not None),
-        record_bytes=RecordLayout.of(spec, decoder.dtype).num_bytes,
+        record_bytes=RecordLayout.of(spec, decoder.dtype, decoder.weights.storage).num_bytes,
         device=decoder.device.type,
         dtype=str(decoder.dtype).removeprefix("torch."),
         policy=Policy(RESIDENT) if offloaded is None else offloaded.policy,

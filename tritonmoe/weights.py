@@ -1,7 +1,7 @@
 """The tensors of a model as the decoder uses them.
 
 Projections that read the same input are stored as one matrix (q|k|v, gate|up), so that a kernel reads them in
-one pass.
+one pass. What `Storage` names is stored in fewer bits than the model's type.
 """
 
 from __future__ import annotations
@@ -11,14 +11,31 @@ from typing import Protocol
 
 import torch
 
+from tritonmoe.matrices import empty_matrix, parts, row_groups
 from tritonmoe.memory import empty_tensor
 from tritonmoe.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The formats of matrices that are kept in fewer bits; None: in the model's dtype, as everything else."""
+
+    experts: WeightFormat | None = None
+    dense: WeightFormat | None = None  # attention's projections, dense and shared GLUs, the head
+
+    def expert_format(self, intermediate: int) -> WeightFormat | None:
+        """That of experts of this intermediate size: the same for gate_up, whose halves share no scale, and down."""
+        return None if self.experts is None else row_groups(self.experts, intermediate)
+
+
+PLAIN = Storage()
 
 
 @dataclass
 class AttentionWeights:
-    qkv: torch.Tensor  # [q_size + 2 · kv_size, H]
-    output: torch.Tensor  # [H, q_size]
+    qkv: Matrix  # [q_size + 2 · kv_size, H]
+    output: Matrix  # [H, q_size]
     qkv_bias: torch.Tensor | None
     output_bias: torch.Tensor | None
     q_norm: torch.Tensor | None
@@ -28,14 +45,14 @@ class AttentionWeights:
 
 @dataclass
 class GluWeights:
-    gate_up: torch.Tensor  # [2I, H], gate rows first
-    down: torch.Tensor  # [H, I]
+    gate_up: Matrix  # [2I, H], gate rows first
+    down: Matrix  # [H, I]
 
 
 @dataclass
 class ExpertWeights:
-    gate_up: torch.Tensor  # [E, 2I, H], gate rows first
-    down: torch.Tensor  # [E, H, I]
+    gate_up: Matrix  # [E, 2I, H], gate rows first
+    down: Matrix  # [E, H, I]
     gate_up_bias: torch.Tensor | None  # [E, 2I]
     down_bias: torch.Tensor | None  # [E, H]
 
@@ -64,7 +81,8 @@ class ModelWeights:
     embedding: torch.Tensor  # [V, H]
     layers: list[LayerWeights]
     final_norm: torch.Tensor  # [H] float32
-    head: torch.Tensor  # [V, H]; the embedding itself where they are tied
+    head: Matrix  # [V, H]; the embedding itself where they are tied
+    storage: Storage = PLAIN
 
 
 class HostExperts(Protocol):
@@ -74,15 +92,26 @@ class HostExperts(Protocol):
 
 
 class Allocator:
-    """Makes the weight tensors: matrices in the model's dtype, norms and routing in float32."""
+    """Makes the weight tensors: matrices in the model's dtype or as `storage` says, norms and routing in float32."""
 
     def __init__(
-        self, spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: HostExperts | None = None
+        self,
+        spec: ModelSpec,
+        device: torch.device,
+        dtype: torch.dtype,
+        store: HostExperts | None = None,
+        storage: Storage = PLAIN,
     ) -> None:
-        self.spec, self.device, self.dtype, self.store = spec, device, dtype, store
+        self.spec, self.device, self.dtype, self.store, self.storage = spec, device, dtype, store, storage
 
     def matrix(self, *shape: int) -> torch.Tensor:
         return empty_tensor(shape, self.dtype, self.device)
+
+    def dense(self, rows: int, columns: int, *row_parts: int) -> Matrix:
+        """A projection; `row_parts` are the rows of each of those that it joins."""
+        form = self.storage.dense
+        form = None if form is None else row_groups(form, *(row_parts or (form.group_rows,)))
+        return empty_matrix((rows, columns), self.dtype, self.device, form)
 
     def exact(self, *shape: int) -> torch.Tensor:
         return empty_tensor(shape, torch.float32, self.device)
@@ -94,7 +123,10 @@ class Allocator:
             embedding=embedding,
             layers=[self.layer(i, layer) for i, layer in enumerate(spec.layers)],
             final_norm=self.exact(spec.hidden_size),
-            head=embedding if spec.tied_head else self.matrix(spec.vocab_size, spec.hidden_size),
+            head=embedding
+            if spec.tied_head and self.storage.dense is None
+            else self.dense(spec.vocab_size, spec.hidden_size),
+            storage=self.storage,
         )
 
     def layer(self, layer_id: int, layer: LayerSpec) -> LayerWeights:
@@ -112,8 +144,8 @@ class Allocator:
         q_norm = {"none": 0, "full": spec.q_size}.get(spec.qk_norm, spec.head_dim)
         k_norm = {"none": 0, "full": spec.kv_size}.get(spec.qk_norm, spec.head_dim)
         return AttentionWeights(
-            qkv=self.matrix(rows, hidden),
-            output=self.matrix(hidden, spec.q_size),
+            qkv=self.dense(rows, hidden, spec.q_size, spec.kv_size),
+            output=self.dense(hidden, spec.q_size),
             qkv_bias=self.matrix(rows) if spec.qkv_bias else None,
             output_bias=self.matrix(hidden) if spec.output_bias else None,
             q_norm=self.exact(q_norm) if q_norm else None,
@@ -122,7 +154,7 @@ class Allocator:
         )
 
     def glu(self, size: int) -> GluWeights:
-        return GluWeights(self.matrix(2 * size, self.spec.hidden_size), self.matrix(self.spec.hidden_size, size))
+        return GluWeights(self.dense(2 * size, self.spec.hidden_size, size), self.dense(self.spec.hidden_size, size))
 
     def moe(self, layer_id: int, spec: MoeSpec) -> MoeWeights:
         hidden, experts = self.spec.hidden_size, spec.num_experts
@@ -137,9 +169,10 @@ class Allocator:
 
     def experts(self, spec: MoeSpec) -> ExpertWeights:
         hidden, experts, size = self.spec.hidden_size, spec.num_experts, spec.intermediate_size
+        form = self.storage.expert_format(size)
         return ExpertWeights(
-            gate_up=self.matrix(experts, 2 * size, hidden),
-            down=self.matrix(experts, hidden, size),
+            gate_up=empty_matrix((experts, 2 * size, hidden), self.dtype, self.device, form),
+            down=empty_matrix((experts, hidden, size), self.dtype, self.device, form),
             gate_up_bias=self.matrix(experts, 2 * size) if spec.expert_bias else None,
             down_bias=self.matrix(experts, hidden) if spec.expert_bias else None,
         )
@@ -148,27 +181,36 @@ class Allocator:
         weights = store.layer_weights(layer_id)
         shape = (spec.num_experts, 2 * spec.intermediate_size, self.spec.hidden_size)
         assert weights.gate_up.shape == shape, "the store was made for another model"
-        assert weights.gate_up.dtype == self.dtype, "the store was made for another dtype"
+        if isinstance(weights.gate_up, QuantizedMatrix):
+            kept: object = weights.gate_up.format
+        else:
+            kept = weights.gate_up.dtype
+        wanted = self.storage.expert_format(spec.intermediate_size) or self.dtype
+        assert kept == wanted, f"the store was made for another dtype: {kept}, not {wanted}"
         assert (weights.gate_up_bias is not None) == spec.expert_bias, "the store was made for another model"
         return weights
 
 
 def allocate(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, store: HostExperts | None = None
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    store: HostExperts | None = None,
+    storage: Storage = PLAIN,
 ) -> ModelWeights:
     """Uninitialised weights of the whole model on `device`; the loader fills every element.
 
     With a `store` the routed experts of each layer are its views, in host memory, and all else is on `device`.
     """
-    return Allocator(spec, device, dtype, store).model()
+    return Allocator(spec, device, dtype, store, storage).model()
 
 
-def weight_bytes(spec: ModelSpec, dtype: torch.dtype, with_experts: bool = True) -> int:
+def weight_bytes(spec: ModelSpec, dtype: torch.dtype, with_experts: bool = True, storage: Storage = PLAIN) -> int:
     """Bytes that `allocate` takes on the device, by running it on the meta device.
 
     Without the routed experts: what is left there when a store holds those.
     """
-    weights = allocate(spec, torch.device("meta"), dtype)
+    weights = allocate(spec, torch.device("meta"), dtype, storage=storage)
     sizes = {id(tensor): tensor.nbytes for tensor in iter_tensors(weights)}
     if not with_experts:
         for tensor in iter_tensors([layer.moe.experts for layer in weights.layers if layer.moe is not None]):
@@ -177,8 +219,8 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, with_experts: bool = True)
 
 
 def iter_tensors(node: object) -> list[torch.Tensor]:
-    """Every tensor in a tree of weight dataclasses and lists, in field order."""
-    if isinstance(node, torch.Tensor):
-        return [node]
+    """Every tensor in a tree of weight dataclasses and lists, in field order; of a quantised matrix, its parts."""
+    if isinstance(node, Matrix):
+        return parts(node)
     children = node if isinstance(node, list) else vars(node).values() if hasattr(node, "__dict__") else ()
     return [tensor for child in children for tensor in iter_tensors(child)]

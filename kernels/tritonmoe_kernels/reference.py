@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, dequantize
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, epsilon: float) -> torch.Tensor:
     """`x / sqrt(mean(x²) + epsilon) · weight` over the last axis (arXiv 1910.07467), in x's dtype."""
@@ -145,8 +147,8 @@ def glu_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch
 def expert_mlp(
     x: torch.Tensor,
     slot_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     kind: str = "silu",
@@ -156,7 +158,8 @@ def expert_mlp(
     """Run each token through the experts in its slots.
 
     x [T, H]; slot_ids [T, K] integers, -1 where the expert is absent; gate_up [S, 2I, H] (gate rows, then up rows);
-    down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent. Computes in x's dtype.
+    down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent. Computes in x's dtype, of quantised
+    matrices from values rounded to it.
     """
     hidden = expert_gate_up(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha)
     return expert_down(hidden, slot_ids, down, down_bias)
@@ -165,7 +168,7 @@ def expert_mlp(
 def expert_gate_up(
     x: torch.Tensor,
     slot_ids: torch.Tensor,
-    gate_up: torch.Tensor,
+    gate_up: Matrix,
     bias: torch.Tensor | None = None,
     kind: str = "silu",
     limit: float = 0.0,
@@ -180,7 +183,7 @@ def expert_gate_up(
 
 
 def expert_down(
-    hidden: torch.Tensor, slot_ids: torch.Tensor, down: torch.Tensor, bias: torch.Tensor | None = None
+    hidden: torch.Tensor, slot_ids: torch.Tensor, down: Matrix, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """The second half of `expert_mlp`, from hidden [T, K, I]: [T, K, H], zero where absent."""
     flat = hidden.flatten(0, 1)
@@ -200,8 +203,12 @@ def _rows_by_slot(slot_ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
             yield slot, rows
 
 
-def _expert_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, slot: int) -> torch.Tensor:
-    return F.linear(x, weight[slot].to(x.dtype), None if bias is None else bias[slot].to(x.dtype))
+def _expert_linear(x: torch.Tensor, weight: Matrix, bias: torch.Tensor | None, slot: int) -> torch.Tensor:
+    if isinstance(weight, QuantizedMatrix):
+        values = dequantize(weight.slot(slot), x.dtype)[0]
+    else:
+        values = weight[slot].to(x.dtype)
+    return F.linear(x, values, None if bias is None else bias[slot].to(x.dtype))
 
 
 def combine(expert_out: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
@@ -210,18 +217,3 @@ def combine(expert_out: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tenso
     for k in range(1, expert_out.shape[1]):
         total += expert_out[:, k].float() * topk_weights[:, k, None]
     return total.to(expert_out.dtype)
-
-
-# E2M1 values by code; bit 3 is the sign (OCP Microscaling Formats specification 1.0, section 5.3.3).
-MXFP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-
-
-def mxfp4_dequantize(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """blocks uint8 [rows, n, 16], scales uint8 [rows, n] -> float32 [rows, 32·n].
-
-    Byte j of a block holds value 2j in its low and 2j + 1 in its high nibble; a scale is 2^(code - 127).
-    """
-    table = torch.tensor(MXFP4_VALUES, dtype=torch.float32, device=blocks.device)
-    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2)
-    values = table[codes.long()] * torch.exp2(scales.float() - 127.0)[..., None]
-    return values.flatten(-2)

@@ -12,23 +12,27 @@ import torch.nn.functional as F
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import check_tensor
 from tritonmoe_kernels.planner_state import MASS_UNIT
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, dequantize
 from tritonmoe_kernels.routing import NormRouterOutput, Routing, SpeculateOutput
 
 
 def linear_ref(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
     weight_plus_one: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What `linear` computes, through the references."""
+    """What `linear` computes, through the references; of a quantised weight in float32, rounded once."""
     if norm_weight is not None:
         norm_weight = norm_weight.float() + 1.0 if weight_plus_one else norm_weight
         x = reference.rms_norm(x, norm_weight, epsilon)
-    result = F.linear(x, weight, bias)
+    if isinstance(weight, QuantizedMatrix):
+        result = F.linear(x.float(), dequantize(weight), None if bias is None else bias.float()).to(x.dtype)
+    else:
+        result = F.linear(x, weight, bias)
     return result if out is None else out.copy_(result)
 
 
@@ -213,8 +217,8 @@ def speculate_ref(
 def expert_gemm_ref(
     x: torch.Tensor,
     slot_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     kind: str = "silu",
