@@ -17,9 +17,9 @@ from tiny_checkpoints import save
 from tritonmoe import loading
 from tritonmoe.architectures import load_spec
 from tritonmoe.errors import CheckpointError
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.loading import load_weights, published_storage
-from tritonmoe.matrices import empty_matrix, parts, row_groups, row_slice, select
+from tritonmoe.expert_store import ExpertStore, RecordLayout
+from tritonmoe.loading import expert_format, load_weights
+from tritonmoe.matrices import empty_matrix, floats, parts, row_groups, row_slice, select
 from tritonmoe.model import Decoder
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
@@ -81,10 +81,6 @@ def test_slices_and_selections_are_those_of_the_values(form: WeightFormat | None
     values = torch.randn(3, 12, 6, generator=torch.Generator().manual_seed(0))
     form = None if form is None else row_groups(form, 4)
     matrix = values if form is None else quantize(values, form)
-
-    def floats(matrix: Matrix) -> torch.Tensor:
-        return matrix if isinstance(matrix, torch.Tensor) else dequantize(matrix)
-
     whole = floats(matrix)
     assert torch.equal(floats(select(matrix, 1)), whole[1])
     assert torch.equal(floats(select(matrix, None)), whole[None])
@@ -115,8 +111,8 @@ def test_offloaded_is_resident_to_the_bit(name: str, spec_name: str, batch: int)
     for policy, num_slots in (("on-demand", 1), ("quasi-hidden", 9), ("lookahead", everything)):
         offloaded = Offloaded(spec, weights, num_slots, POLICIES[policy])
         assert torch.equal(generate(offloaded.decoder, batch, steps=6), expected), (policy, num_slots)
-        record_bytes = offloaded.store.layout.num_bytes
-        assert offloaded.experts.counters.record_bytes == record_bytes < 0.55 * 4 * 3 * 32 * 48
+        layout = RecordLayout.of(spec, torch.float32, weights.storage)
+        assert offloaded.experts.counters.record_bytes == layout.num_bytes
         offloaded.check()
         offloaded.experts.close()
 
@@ -131,7 +127,7 @@ def test_dense_weights_of_eight_bits(name: str) -> None:
         for path, matrix in matrices(values).items():
             kept = matrices(weights)[path]
             assert isinstance(matrix, torch.Tensor)
-            matrix.copy_(dequantize(kept) if isinstance(kept, QuantizedMatrix) else kept)
+            matrix.copy_(floats(kept))
         actual, expected = (generate(Decoder(spec, each), 1, 21, 4) for each in (weights, values))
         assert (actual - expected).abs().max() <= 2e-5 * expected.abs().max()
         plain = generate(Decoder(spec, noise(spec)), 1, 21, 0)
@@ -149,14 +145,14 @@ def test_quantising_on_load_is_quantising_what_was_loaded(name: str, in_store: b
     for model, original in (("qwen3_moe", True), ("qwen3_moe", False), ("gpt_oss", True), ("granitemoe", True)):
         folder = save(oracle(model), tmp_path / f"{model}-{original}", save_original_format=original)
         spec = load_spec(folder)
-        floats = load_weights(folder, spec, CPU, torch.float32)
-        assert_same_bits(load(folder, storage, in_store), quantised(spec, floats, storage))
+        loaded = load_weights(folder, spec, CPU, torch.float32)
+        assert_same_bits(load(folder, storage, in_store), quantised(spec, loaded, storage))
 
 
 def test_transposed_experts_are_quantised_along_their_inputs(model_folder: Path) -> None:
-    floats = load(model_folder, PLAIN, False)
+    plain = load(model_folder, PLAIN, False)
     tensors = {k: v for k, v in tiny_tensors().items() if ".experts." not in k}
-    for i, layer in enumerate(floats.layers):
+    for i, layer in enumerate(plain.layers):
         assert layer.moe is not None
         for name, value in (("gate_up_proj", layer.moe.experts.gate_up), ("down_proj", layer.moe.experts.down)):
             assert isinstance(value, torch.Tensor)
@@ -164,7 +160,7 @@ def test_transposed_experts_are_quantised_along_their_inputs(model_folder: Path)
     rewrite(model_folder, tensors)
     for name in FORMATS:
         storage = Storage(FORMATS[name])
-        assert_same_bits(load(model_folder, storage, True), quantised(load_spec(model_folder), floats, storage))
+        assert_same_bits(load(model_folder, storage, True), quantised(load_spec(model_folder), plain, storage))
 
 
 def test_threads_and_chunks_change_nothing(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,10 +189,10 @@ def packed_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("in_store", [False, True], ids=["resident", "store"])
 def test_published_mxfp4_stays_packed(in_store: bool, tmp_path: Path) -> None:
     tensors = packed_gpt_oss(tmp_path)
-    storage = published_storage(tmp_path)
+    storage = Storage(expert_format(tmp_path, load_spec(tmp_path)))
     assert storage == Storage(MXFP4)
-    packed, floats = load(tmp_path, storage, in_store), load(tmp_path, PLAIN, in_store)
-    for i, (layer, plain) in enumerate(zip(packed.layers, floats.layers, strict=True)):
+    packed, unpacked = load(tmp_path, storage, in_store), load(tmp_path, PLAIN, in_store)
+    for i, (layer, plain) in enumerate(zip(packed.layers, unpacked.layers, strict=True)):
         assert layer.moe is not None
         assert plain.moe is not None
         for name in ("gate_up", "down"):
@@ -210,9 +206,9 @@ def test_published_mxfp4_stays_packed(in_store: bool, tmp_path: Path) -> None:
         assert layer.moe.experts.gate_up_bias is not None
         assert torch.equal(layer.moe.experts.gate_up_bias, plain.moe.experts.gate_up_bias)
     spec = load_spec(tmp_path)
-    assert torch.equal(generate(Decoder(spec, packed), 1), generate(Decoder(spec, floats), 1))
+    assert torch.equal(generate(Decoder(spec, packed), 1), generate(Decoder(spec, unpacked), 1))
     # Other codes are made of its values.
-    assert_same_bits(load(tmp_path, Storage(ZERO_POINTS), in_store), quantised(spec, floats, Storage(ZERO_POINTS)))
+    assert_same_bits(load(tmp_path, Storage(ZERO_POINTS), in_store), quantised(spec, unpacked, Storage(ZERO_POINTS)))
 
 
 def test_an_exponent_that_is_no_number_is_refused(tmp_path: Path) -> None:

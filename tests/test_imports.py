@@ -18,8 +18,8 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 LAYERS = (
     ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
     ("config_reader", "memory", "sampling", "kv_cache", "rope", "policy", "scheduler", "quantization"),
-    ("architectures", "checkpoint", "matrices", "tokenizer", "chat_template", "device_sampling"),
-    ("operations", "weights"),
+    ("matrices", "published_formats"),
+    ("architectures", "checkpoint", "operations", "weights", "tokenizer", "chat_template", "device_sampling"),
     ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),

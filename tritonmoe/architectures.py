@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from tritonmoe.config_reader import MISSING, ConfigReader, read_json
 from tritonmoe.errors import ConfigError
+from tritonmoe.published_formats import PublishedFormat, parse_quantization
 from tritonmoe.spec import (
     Activation,
     AttentionSpec,
@@ -225,7 +226,10 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelSpe
     architecture = _architecture(model_type, where)
     for name, allowed in REQUIRED_VALUES.items():
         reader.require(name, allowed)
-    _refuse_quantization(top, reader)
+    quantization = _quantization(top)
+    reader.raw("quantization_config")
+    parse_quantization(quantization)
+    quantization.report_unread()
     num_layers = reader.integer("num_hidden_layers")
     hidden_size = reader.integer("hidden_size")
     attention = _attention_specs(reader, architecture, num_layers, hidden_size)
@@ -270,12 +274,17 @@ def _yarn_limits(attention: list[AttentionSpec]) -> list[int]:
     return [int(yarn.original_max_position * yarn.factor) for yarn in yarns]
 
 
-def _refuse_quantization(top: ConfigReader, reader: ConfigReader) -> None:
-    """MXFP4 is seen by the names of the tensors; anything else would be read as if it were not quantised."""
-    config = top.child("quantization_config") if top.raw("quantization_config") else reader.child("quantization_config")
-    method = config.raw("quant_method")
-    if config.values and method != "mxfp4":
-        raise ConfigError(f"{config.where}: quantisation method {method!r} is not supported (supported: 'mxfp4', none)")
+def load_quantization(folder: Path) -> PublishedFormat | None:
+    """How the checkpoint in `folder` stores the matrices that it has in fewer bits."""
+    where = str(folder / "config.json")
+    return parse_quantization(_quantization(ConfigReader(read_json(folder / "config.json"), where)))
+
+
+def _quantization(top: ConfigReader) -> ConfigReader:
+    """What says how the weights are quantised, for the whole model or beside the description of its decoder."""
+    if top.raw("quantization_config"):
+        return top.child("quantization_config")
+    return top.child("text_config").child("quantization_config")
 
 
 def _sparse_layers(reader: ConfigReader, architecture: Architecture, num_layers: int) -> list[bool]:

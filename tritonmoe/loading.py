@@ -12,7 +12,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
@@ -20,11 +20,13 @@ from typing import NamedTuple
 import torch
 from tqdm import tqdm
 
+from tritonmoe.architectures import load_quantization
 from tritonmoe.checkpoint import Checkpoint, TensorEntry, TensorReader, open_checkpoint
 from tritonmoe.errors import CheckpointError
 from tritonmoe.expert_store import ExpertStore
-from tritonmoe.matrices import copy_matrix, row_slice, select
+from tritonmoe.matrices import copy_matrix, in_format, row_slice, select
 from tritonmoe.memory import require_memory
+from tritonmoe.published_formats import PublishedFormat, StoredTensor, is_finite
 from tritonmoe.quantization import quantize
 from tritonmoe.spec import LayerSpec, ModelSpec, MoeSpec
 from tritonmoe.tensor_names import canonical_name, is_skippable
@@ -39,7 +41,7 @@ from tritonmoe.weights import (
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, dequantize
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,6 @@ MAX_QUANTIZERS = 16  # threads that quantise what they read
 QUANTIZED_ELEMENTS = 4 << 20  # read at a time of a tensor that is one matrix
 TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-MXFP4_BLOCKS = ".mlp.experts.gate_up_proj_blocks"
 NAN_EXPONENT = 255  # of MXFP4's scales
 
 
@@ -78,6 +79,7 @@ class Target:
 
     `scales` names the tensor of block exponents where the file's is MXFP4 to be dequantised, whose `shape` is that of
     the packed blocks. Codes that are kept as they are have a target of their own type, as have their `is_exponents`.
+    A matrix that is `published` as several tensors has their names in `words`, by the last word of each.
     """
 
     shape: tuple[int, ...]
@@ -86,6 +88,15 @@ class Target:
     dtypes: tuple[torch.dtype, ...] = FLOATING
     scales: str | None = None
     is_exponents: bool = False
+    published: PublishedFormat | None = None
+    words: dict[str, str] = field(default_factory=dict)
+
+    def tensors(self, name: str) -> dict[str, StoredTensor]:
+        """What the file must have for the target called `name`, by canonical name, the one with the values first."""
+        if self.published is not None:
+            return {self.words[word]: tensor for word, tensor in self.published.tensors(*self.shape).items()}
+        found = {name: StoredTensor(self.shape, self.dtypes)}
+        return found if self.scales is None else {**found, self.scales: StoredTensor(self.shape[:-1], (torch.uint8,))}
 
 
 def load_weights(
@@ -116,6 +127,9 @@ def load_weights(
     if weights.head is weights.embedding and "lm_head.weight" in found:
         weights.head = torch.empty_like(weights.embedding)
     targets = _targets(spec, weights, found)
+    published = load_quantization(folder)
+    if published is not None:
+        targets = {name: _as_published(name, target, published, found) for name, target in targets.items()}
     _account(checkpoint, spec, targets, found)
     readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(_num_readers(targets))]
     _read_all(targets, found, readers, check_finite, progress)
@@ -131,15 +145,23 @@ def load_weights(
     return weights
 
 
-def published_storage(folder: Path) -> Storage:
-    """What the checkpoint in `folder` has in fewer bits, by the names of its tensors."""
-    names = _canonical_entries(open_checkpoint(folder))
-    return Storage(MXFP4 if any(name.endswith(MXFP4_BLOCKS) for name in names) else None)
+def expert_format(folder: Path, spec: ModelSpec) -> WeightFormat | None:
+    """The format in which the checkpoint in `folder` has the routed experts; None: in no fewer bits."""
+    found = _canonical_entries(open_checkpoint(folder))
+    prefix = next((f"layers.{i}.mlp.experts." for i in spec.moe_layers), "")
+    if f"{prefix}gate_up_proj_blocks" in found:
+        return MXFP4
+    published = load_quantization(folder)
+    scales = None if published is None else found.get(f"{prefix}0.gate_proj.{published.scale_name}")
+    if published is None or scales is None:
+        return None
+    sizes = [layer.moe.intermediate_size for layer in spec.layers if layer.moe is not None]
+    return published.weight_format(max(spec.hidden_size, *sizes), scales.dtype)
 
 
 def _num_readers(targets: dict[str, Target]) -> int:
     """Quantising takes longer than reading: as many threads as there are cores."""
-    if not any(isinstance(target.memory, QuantizedMatrix) for target in targets.values()):
+    if not any(isinstance(target.memory, QuantizedMatrix) or target.published for target in targets.values()):
         return NUM_READERS
     return max(NUM_READERS, min(MAX_QUANTIZERS, os.cpu_count() or 1))
 
@@ -193,6 +215,14 @@ def _targets(spec: ModelSpec, weights: ModelWeights, found: dict[str, TensorEntr
 
 def _plain(memory: Matrix) -> Target:
     return Target(tuple(memory.shape), memory)
+
+
+def _as_published(name: str, target: Target, published: PublishedFormat, found: dict[str, TensorEntry]) -> Target:
+    """The target of a matrix, if it is one that the file has in fewer bits, which the presence of its scales tells."""
+    stem = name.removesuffix("weight")
+    if stem == name or len(target.shape) != 2 or stem + published.scale_name not in found:
+        return target
+    return replace(target, published=published, words={word: stem + word for word in published.tensors(*target.shape)})
 
 
 def _layer_targets(
@@ -312,24 +342,21 @@ def _account(
 ) -> None:
     """Every needed tensor exists with its shape and a usable type, and every other one is known to be skippable."""
     folder = checkpoint.folder
-    scales = {target.scales for target in targets.values() if target.scales is not None}
-    missing = [name for name in [*targets, *scales] if name not in found]
+    needed = {k: tensor for name, target in targets.items() for k, tensor in target.tensors(name).items()}
+    missing = [name for name, tensor in needed.items() if name not in found and not tensor.is_optional]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         head = "; config.json says the head is not tied to the embedding" if missing == ["lm_head.weight"] else ""
         raise CheckpointError(f"{folder}: tensor {_disk_name(missing[0])} is missing{more}{head}")
     unknown = [
-        entry.name
-        for name, entry in found.items()
-        if name not in targets and name not in scales and not is_skippable(name, len(spec.layers))
+        entry.name for name, entry in found.items() if name not in needed and not is_skippable(name, len(spec.layers))
     ]
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise CheckpointError(f"{folder}: tensor {unknown[0]}{more} is not part of a {spec.model_type} model")
-    for name, target in targets.items():
-        _check_entry(found[name], target.shape, target.dtypes)
-        if target.scales:
-            _check_entry(found[target.scales], target.shape[:-1], (torch.uint8,))
+    for name, tensor in needed.items():
+        if name in found:
+            _check_entry(found[name], tensor.shape, tensor.dtypes)
 
 
 def _check_entry(entry: TensorEntry, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
@@ -357,16 +384,17 @@ def _read_all(
 ) -> None:
     """Fill all targets in the order of the bytes on disk, with all readers (closed at the end) at a time: fresh memory
     and fast disks both take more requests than one thread can make."""
-    order = sorted(targets, key=lambda name: (found[name].file, found[name].offset))
+    entries = {name: found[next(iter(target.tensors(name)))] for name, target in targets.items()}
+    order = sorted(targets, key=lambda name: (entries[name].file, entries[name].offset))
     idle: SimpleQueue[TensorReader] = SimpleQueue()
 
     def fill(name: str) -> int:
         reader = idle.get()
         try:
-            _fill(reader, targets[name], found[name], found, check_finite)
+            _fill(reader, targets[name], entries[name], found, check_finite)
         finally:
             idle.put(reader)
-        return found[name].num_bytes
+        return entries[name].num_bytes
 
     for reader in readers:
         idle.put(reader)
@@ -374,7 +402,7 @@ def _read_all(
     threads = torch.get_num_threads()
     if len(readers) > NUM_READERS:
         torch.set_num_threads(1)  # of each that quantises
-    total = sum(found[name].num_bytes for name in targets)
+    total = sum(entry.num_bytes for entry in entries.values())
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:
             for num_bytes in pool.map(fill, order):
@@ -390,7 +418,9 @@ def _fill(
     reader: TensorReader, target: Target, entry: TensorEntry, found: dict[str, TensorEntry], check_finite: bool
 ) -> None:
     memory = target.memory
-    if isinstance(memory, torch.Tensor) and target.scales is None:
+    if target.published is not None:
+        _store_published(reader, target, target.published, entry, found, check_finite)
+    elif isinstance(memory, torch.Tensor) and target.scales is None:
         reader.read(replace(entry, shape=target.shape), target.order.as_on_disk(memory))
     else:
         for rows, values in _matrices(reader, target, entry, found):
@@ -437,6 +467,36 @@ def _store_rows(memory: Matrix, values: torch.Tensor) -> None:
         memory.copy_(values)
     else:
         copy_matrix(memory, quantize(values.cpu(), memory.format))
+
+
+def _store_published(
+    reader: TensorReader,
+    target: Target,
+    published: PublishedFormat,
+    entry: TensorEntry,
+    found: dict[str, TensorEntry],
+    check_finite: bool,
+) -> None:
+    """Keep a published matrix: its own codes where the memory's format can hold them, else its values."""
+    expected = published.tensors(*target.shape)
+    tensors = {}
+    for word, name in target.words.items():
+        if name in found:
+            tensors[word] = torch.empty(expected[word].shape, dtype=found[name].dtype)
+            reader.read(replace(found[name], shape=expected[word].shape), tensors[word])
+    try:
+        matrix = published.decode(tensors, *target.shape)
+    except CheckpointError as problem:
+        raise CheckpointError(f"{entry.file}: {entry.name} {problem}") from None
+    if check_finite and not is_finite(matrix):
+        raise CheckpointError(f"{entry.file}: {entry.name} or its scales hold NaN or infinite values")
+    memory = target.memory
+    kept = in_format(matrix, memory.format) if isinstance(memory, QuantizedMatrix) else None
+    if kept is not None:
+        copy_matrix(memory, kept)
+    else:
+        dtype = memory.dtype if isinstance(memory, torch.Tensor) else torch.float32
+        _store_rows(memory, dequantize(matrix, dtype))
 
 
 def _rows_at_once(memory: Matrix) -> int:

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from tritonmoe.memory import empty_tensor
-from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 
 def parts(matrix: Matrix) -> list[torch.Tensor]:
@@ -60,10 +60,29 @@ def copy_matrix(dest: Matrix, source: Matrix) -> None:
         to.copy_(what)
 
 
+def floats(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Its values as a tensor of `dtype`."""
+    return matrix.to(dtype) if isinstance(matrix, torch.Tensor) else dequantize(matrix, dtype)
+
+
 def row_groups(form: WeightFormat, *rows: int) -> WeightFormat:
     """`form` with groups of rows that divide each of `rows`: parts of a matrix, such as gate and up, that are stored
     one behind the other share no scale."""
     return WeightFormat(form.name, form.group, gcd(form.group_rows, *rows), form.scale_dtype, form.has_zeros)
+
+
+def in_format(matrix: QuantizedMatrix, form: WeightFormat) -> QuantizedMatrix | None:
+    """The same codes with their scales laid out as `form` has them, or None where it cannot hold them exactly."""
+    own, (rows, columns) = matrix.format, matrix.shape[-2:]
+    is_same = own.group == form.group or (own.group >= columns and form.group >= columns)
+    if (own.name, own.has_zeros) != (form.name, form.has_zeros) or not is_same or own.group_rows % form.group_rows:
+        return None
+    scales = matrix.scales.to(form.scale_dtype)
+    if not torch.equal(scales.to(own.scale_dtype), matrix.scales):
+        return None
+    finer, groups = own.group_rows // form.group_rows, -(-rows // form.group_rows)
+    spread = [part.repeat_interleave(finer, -2)[..., :groups, :] for part in (scales, *parts(matrix)[2:])]
+    return QuantizedMatrix(form, matrix.codes, *spread)
 
 
 def _each(matrix: Matrix, change: Callable[[torch.Tensor], torch.Tensor]) -> Matrix:

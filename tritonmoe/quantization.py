@@ -74,7 +74,7 @@ def _quantize_rows(values: torch.Tensor, form: WeightFormat) -> dict[str, torch.
     codes = levels + zero if form.name == "int4" else _e2m1_codes(levels) if form.name == "mxfp4" else levels
     codes = _ungrouped(codes.to(form.code_dtype), form)[: len(values), : values.shape[1]]
     parts = {
-        "codes": _pack(codes.contiguous()) if form.bits == 4 else codes,
+        "codes": pack_codes(codes.contiguous()) if form.bits == 4 else codes,
         "scales": (scale.view(torch.int32) >> 23 if form.name == "mxfp4" else scale).squeeze(-1),
     }
     return {**parts, "zeros": zero.squeeze(-1)} if isinstance(zero, torch.Tensor) else parts
@@ -173,7 +173,7 @@ def _e2m1_codes(levels: torch.Tensor) -> torch.Tensor:
     return doubled - above[0] - above[1] - 3 * above[2] + 8 * (levels < 0).view(torch.uint8)
 
 
-def _pack(codes: torch.Tensor) -> torch.Tensor:
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
     """Two 4-bit codes to a byte, uint8 [rows, columns] -> [rows, columns / 2], the first in the low half."""
     pairs = codes.view(torch.int16)  # the second code of a pair lies 8 bits above the first
     return (pairs | pairs >> 4).to(torch.uint8)
