@@ -152,7 +152,7 @@ def test_yarn_is_never_dropped(changes: dict[str, Any]) -> None:
             {"rope_scaling": YARN_NEW, "rope_parameters": {**YARN_NEW, "factor": 8.0}},
             "rope_scaling.factor = 4.0 but rope_parameters.factor = 8.0",
         ),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantisation method 'fp8' is not supported"),
+        ({"quantization_config": {"quant_method": "hqq"}}, "quantisation method 'hqq' is not supported"),
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for 2 layers"),
         ({"layer_types": ["linear_attention", "full_attention"]}, "layer type 'linear_attention' is not supported"),
         ({"mlp_only_layers": [0, 1]}, "no layer has routed experts"),

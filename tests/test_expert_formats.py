@@ -18,7 +18,7 @@ from tritonmoe import loading
 from tritonmoe.architectures import load_spec
 from tritonmoe.errors import CheckpointError
 from tritonmoe.expert_store import ExpertStore, RecordLayout
-from tritonmoe.loading import expert_format, load_weights
+from tritonmoe.loading import load_weights, published_storage
 from tritonmoe.matrices import empty_matrix, floats, parts, row_groups, row_slice, select
 from tritonmoe.model import Decoder
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
@@ -189,7 +189,7 @@ def packed_gpt_oss(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("in_store", [False, True], ids=["resident", "store"])
 def test_published_mxfp4_stays_packed(in_store: bool, tmp_path: Path) -> None:
     tensors = packed_gpt_oss(tmp_path)
-    storage = Storage(expert_format(tmp_path, load_spec(tmp_path)))
+    storage = published_storage(tmp_path, load_spec(tmp_path))
     assert storage == Storage(MXFP4)
     packed, unpacked = load(tmp_path, storage, in_store), load(tmp_path, PLAIN, in_store)
     for i, (layer, plain) in enumerate(zip(packed.layers, unpacked.layers, strict=True)):

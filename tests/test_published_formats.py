@@ -31,11 +31,11 @@ from safetensors.torch import load_file, save_file
 from tritonmoe.architectures import load_quantization, load_spec
 from tritonmoe.config_reader import ConfigReader
 from tritonmoe.errors import CheckpointError, ConfigError
-from tritonmoe.loading import expert_format, load_weights
-from tritonmoe.matrices import floats, row_slice, select
+from tritonmoe.loading import load_weights, published_storage
+from tritonmoe.matrices import row_slice, select
 from tritonmoe.published_formats import parse_quantization
 from tritonmoe.weights import PLAIN, ModelWeights, Storage
-from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 RECORD = json.loads((DATA / "published.json").read_text())
 NAMES = sorted(RECORD["hashes"])
@@ -58,6 +58,10 @@ def load(folder: Path, storage: Storage = PLAIN) -> ModelWeights:
     return load_weights(folder, load_spec(folder), torch.device("cpu"), torch.float32, storage=storage)
 
 
+def values_of(matrix: Matrix) -> torch.Tensor:
+    return dequantize(matrix) if isinstance(matrix, QuantizedMatrix) else matrix
+
+
 def matrices(weights: ModelWeights) -> dict[str, Matrix]:
     """Each linear layer of the one decoder layer, under its published name."""
     layer = weights.layers[0]
@@ -76,7 +80,7 @@ def matrices(weights: ModelWeights) -> dict[str, Matrix]:
 
 
 def hashes(weights: ModelWeights) -> dict[str, str]:
-    return {name: hash_of(floats(matrix, torch.float32)) for name, matrix in matrices(weights).items()}
+    return {name: hash_of(values_of(matrix)) for name, matrix in matrices(weights).items()}
 
 
 @EVERY
@@ -89,9 +93,9 @@ def test_values_are_those_of_the_formats_library(name: str) -> None:
 def test_experts_are_kept_in_their_own_bits(name: str) -> None:
     """Their codes and scales, not codes found anew: the values would differ."""
     folder = DATA / name
-    form = expert_format(folder, load_spec(folder))
-    assert form == FORMATS[name]
-    weights = load(folder, Storage(experts=form))
+    storage = published_storage(folder, load_spec(folder))
+    assert storage == Storage(experts=FORMATS[name])
+    weights = load(folder, storage)
     assert isinstance(weights.layers[0].moe.experts.down, QuantizedMatrix)
     assert hashes(weights) == RECORD["hashes"][name]
 
@@ -102,7 +106,7 @@ def test_experts_in_another_format_are_quantised_anew(name: str) -> None:
     weights, original = load(DATA / name, Storage(experts=other)), load(DATA / name)
     matrix, values = weights.layers[0].moe.experts.down, original.layers[0].moe.experts.down
     assert matrix.format == other
-    assert (floats(matrix, torch.float32) - values).norm() < 0.02 * values.norm()
+    assert (values_of(matrix) - values).norm() < 0.02 * values.norm()
 
 
 def test_dense_layers_keep_blocks_with_scales_of_another_type() -> None:
@@ -299,4 +303,4 @@ def test_any_matrix_as_its_library_packs_it(library: str, settings: dict[str, An
                 tensor.shape,
                 tensors[word].dtype in tensor.dtypes,
             )
-        assert torch.equal(floats(published.decode(tensors, rows, columns), torch.float32), expected)
+        assert torch.equal(values_of(published.decode(tensors, rows, columns)), expected)

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
-from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat, dequantize
-from tritonmoe_kernels.reference import MXFP4_VALUES
+from tritonmoe_kernels.quantized import MXFP4_VALUES, QuantizedMatrix, WeightFormat, dequantize
 
 FORMATS = {
     **EXPERT_FORMATS,

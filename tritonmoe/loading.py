@@ -41,7 +41,7 @@ from tritonmoe.weights import (
     allocate,
     weight_bytes,
 )
-from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, dequantize
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,7 @@ MAX_QUANTIZERS = 16  # threads that quantise what they read
 QUANTIZED_ELEMENTS = 4 << 20  # read at a time of a tensor that is one matrix
 TRY_ANYWAY = "(--no-check-memory tries anyway)"
 FLOATING = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+MXFP4_BLOCKS = ".mlp.experts.gate_up_proj_blocks"
 NAN_EXPONENT = 255  # of MXFP4's scales
 
 
@@ -145,18 +146,18 @@ def load_weights(
     return weights
 
 
-def expert_format(folder: Path, spec: ModelSpec) -> WeightFormat | None:
-    """The format in which the checkpoint in `folder` has the routed experts; None: in no fewer bits."""
+def published_storage(folder: Path, spec: ModelSpec) -> Storage:
+    """What the checkpoint in `folder` has in fewer bits and is to be kept so: the routed experts."""
     found = _canonical_entries(open_checkpoint(folder))
-    prefix = next((f"layers.{i}.mlp.experts." for i in spec.moe_layers), "")
-    if f"{prefix}gate_up_proj_blocks" in found:
-        return MXFP4
+    first = f"layers.{min(spec.moe_layers, default=0)}"
+    if first + MXFP4_BLOCKS in found:
+        return Storage(MXFP4)
     published = load_quantization(folder)
-    scales = None if published is None else found.get(f"{prefix}0.gate_proj.{published.scale_name}")
+    scales = None if published is None else found.get(f"{first}.mlp.experts.0.gate_proj.{published.scale_name}")
     if published is None or scales is None:
-        return None
-    sizes = [layer.moe.intermediate_size for layer in spec.layers if layer.moe is not None]
-    return published.weight_format(max(spec.hidden_size, *sizes), scales.dtype)
+        return PLAIN
+    widest = max(spec.hidden_size, *(moe.intermediate_size for moe in spec.moe_layers.values()))
+    return Storage(published.weight_format(widest, scales.dtype))
 
 
 def _num_readers(targets: dict[str, Target]) -> int:

@@ -15,7 +15,7 @@ import torch
 from tritonmoe.default_vectors import load_default_vectors
 from tritonmoe.errors import InputError
 from tritonmoe.expert_store import ExpertStore
-from tritonmoe.loading import expert_format, load_weights
+from tritonmoe.loading import load_weights, published_storage
 from tritonmoe.memory import available_bytes
 from tritonmoe.memory_plan import MemoryPlan, format_bytes, plan, read_budget
 from tritonmoe.model import Decoder
@@ -97,7 +97,7 @@ def load_decoder(
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
-    published = Storage(expert_format(loading.folder, spec))
+    published = published_storage(loading.folder, spec)
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None

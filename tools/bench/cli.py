@@ -25,7 +25,7 @@ from tritonmoe.config_reader import read_json
 from tritonmoe.engine import EMBEDDED, embedded_folder, resolve_device, resolve_dtype
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
-from tritonmoe.loading import expert_format, load_weights
+from tritonmoe.loading import load_weights, published_storage
 from tritonmoe.model import Decoder
 from tritonmoe.storage import PUBLISHED, name_of, resolve_storage
 from tritonmoe.weights import Storage, weight_bytes
@@ -167,7 +167,7 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, str]:
         storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
         weights = random_weights(spec, device, dtype, SEED, storage)
     else:
-        published = Storage(expert_format(path.parent, spec))
+        published = published_storage(path.parent, spec)
         storage = resolve_storage(options.expert_dtype, options.dense_dtype, spec, dtype, published)[0]
         weights = load_weights(path.parent, spec, device, dtype, storage=storage)
     decoder = Decoder(spec, weights)
