@@ -52,8 +52,6 @@ def resolve_storage(
     if expert_dtype not in EXPERT_FORMATS:
         names = ", ".join((PUBLISHED, AUTO, *FLOATS, *EXPERT_FORMATS))
         raise InputError(f"--expert-dtype {expert_dtype!r} is not known; use one of {names}")
-    if not spec.moe_layers:
-        raise InputError(f"--expert-dtype {expert_dtype}: this {spec.model_type} model has no experts; leave it out")
     if not _suits(expert_dtype, spec):
         raise InputError(
             f"--expert-dtype {expert_dtype} stores two values in a byte, and this model's experts have an odd size; "
@@ -88,29 +86,32 @@ def choose(
 
     `divide` raises InputError for what does not fit the device; so does this, if nothing fits.
     """
-    rejected: list[str] = []
-    usable: list[tuple[Storage, Divided, str]] = []
-    problem = InputError(f"out of memory: experts in no format fit the {host_bytes / 1e9:.1f} GB of free main memory")
+    tried: list[str] = []
+    usable: list[tuple[Storage, Divided]] = []
+    problem = InputError(f"out of memory: experts in no form fit the {host_bytes / 1e9:.1f} GB of free main memory")
     for storage in candidates:
         name = name_of(storage, dtype)
         try:
             found = divide(storage)
         except InputError as error:
             problem = error
-            rejected.append(f"{name} does not fit")
+            tried.append(f"{name} too large for the device")
             continue
-        needed, slots = found.plan.host_bytes, found.plan.slot_share
-        if needed > host_bytes:
-            rejected.append(f"{name} needs {needed / 1e9:.1f} GB of main memory where {host_bytes / 1e9:.1f} are free")
+        if found.plan.host_bytes > host_bytes:
+            sizes = f"{found.plan.host_bytes / 1e9:.1f} GB where {host_bytes / 1e9:.1f} are free"
+            tried.append(f"{name} too large for main memory ({sizes})")
             continue
-        share = f"{name} has slots for {100 * slots:.3g} % of the experts"
-        usable.append((storage, found, share))
-        if slots >= WANTED_SHARE:
+        usable.append((storage, found))
+        tried.append(f"{name} {100 * found.plan.slot_share:.3g} %")
+        if found.plan.slot_share >= WANTED_SHARE:
             break
-        rejected.append(f"{share}, and {100 * WANTED_SHARE:.0f} % are wanted")
     if not usable:
         raise problem
-    storage, found, share = usable[-1]
-    reasons = [reason for reason in rejected if not reason.startswith(share)]
-    own = "as published" if storage == candidates[0] else f"not the model's own outputs; --expert-dtype {PUBLISHED} is"
-    return storage, found, f"--expert-dtype {AUTO}: {'; '.join([*reasons, share])} ({own})"
+    storage, found = usable[-1]
+    reason = (
+        f"--expert-dtype {AUTO} takes {name_of(storage, dtype)}; experts that slots hold: {', '.join(tried)} "
+        f"({100 * WANTED_SHARE:.0f} % wanted)"
+    )
+    if storage != candidates[0]:
+        reason += f". Outputs are not the model's own; those need --expert-dtype {PUBLISHED}"
+    return storage, found, reason
