@@ -12,7 +12,7 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from tritonmoe import chat_template
+from tritonmoe import template_sandbox
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.errors import InputError, TokenizerError
 
@@ -364,17 +364,17 @@ def test_sandbox_forbids_to_change_the_inside_of_a_namespace() -> None:
         "{% macro f() %}{% for a in range(100000) %}{{ caller() }}{% endfor %}{% endmacro %}"
         "{% call f() %}{% for a in range(100000) %}{% endfor %}{% endcall %}",
         "{% for a in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 9 }}{% endfor %}",
-        "{% set _deadline = 1e99 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set _budget = 1e99 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
     with pytest.raises(TokenizerError, match="runs for more than"):
-        render(source, _deadline=1e99)
+        render(source, _budget=1e99)
 
 
 def test_endless_output_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 1000)
     assert len(render("{% for a in range(100) %}{{ 'x' * 10 }}{% endfor %}")) == 1000
     with pytest.raises(TokenizerError, match="writes more than 1000 characters"):
         render("{% for a in range(101) %}{{ 'x' * 10 }}{% endfor %}")

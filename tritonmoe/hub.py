@@ -61,8 +61,8 @@ def resolve_model(
 def snapshot_problems(folder: Path) -> list[str]:
     """What a model folder lacks to be loaded, one line each; empty for a complete one."""
     needed = ("config.json", "tokenizer.json")
-    problems = [f"{name} is missing" for name in needed if not (folder / name).exists()]
-    if (folder / INDEX_NAME).exists():
+    problems = [f"{name} is missing" for name in needed if not os.path.exists(folder / name)]
+    if os.path.exists(folder / INDEX_NAME):
         return problems + _index_problems(folder)
     # In the cache a file is a link, which may lead nowhere.
     names = [path.name for path in folder.glob("*.safetensors") if path.exists()]
@@ -83,7 +83,7 @@ def _index_problems(folder: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         return [f"{INDEX_NAME} has no weight_map"]
     names = sorted({str(name) for name in weight_map.values()})
-    return [f"{name} is missing, though {INDEX_NAME} names it" for name in names if not (folder / name).exists()]
+    return [f"{name} is missing, though {INDEX_NAME} names it" for name in names if not os.path.exists(folder / name)]
 
 
 def _looks_like_path(model: str) -> bool:
