@@ -91,6 +91,8 @@ class ChatTemplate:
             raise TokenizerError(f"the chat template does what is forbidden: {_one_line(error)}") from None
         except RefusedError as error:
             raise InputError(f"the chat template refuses these messages: {_one_line(error)}") from None
+        except MemoryError:  # no fault of the messages, and none that the limits should let happen
+            raise
         except Exception as error:  # a template is a program: it can fail in every way a program can
             reason = _one_line(error) or type(error).__name__
             raise InputError(f"the chat template cannot render these messages: {reason}") from None

@@ -78,7 +78,14 @@ class Budget:
         """A list in place of an iterator, whose length nobody knows."""
         if not isinstance(value, Iterator) or isinstance(value, LoopContext):
             return value
-        return [self.spend(item) for item in value]
+        found: list[Any] = []
+        room = MAX_CHARACTERS
+        for item in value:
+            room -= size(item)
+            found.append(item)
+            if room < 0 or len(found) > MAX_ITEMS:
+                raise LimitError(f"makes more than {MAX_CHARACTERS} characters or {MAX_ITEMS} items, one after another")
+        return self.spend(found)
 
 
 def size(value: Any, limit: int = MAX_CHARACTERS, counts: bool = False) -> int:
@@ -250,7 +257,8 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
     ) -> Any:  # jinja's names: templates have all others
         budget = _budget(__context)
         args = tuple(map(budget.drained, args))
-        check_work(getattr(__obj, "__name__", ""), getattr(__obj, "__self__", None), (args, kwargs))
+        method = getattr(__obj, "__wrapped__", __obj)  # jinja puts a function of its own around `format`
+        check_work(getattr(method, "__name__", ""), getattr(method, "__self__", None), (args, kwargs))
         return budget.spend(super().call(__context, __obj, *args, **kwargs))
 
 

@@ -11,6 +11,7 @@ import dataclasses
 import io
 import json
 import time
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -35,6 +36,7 @@ from tritonmoe.policy import RESIDENT, Policy
 FORMAT = "tritonmoe trace, version 1"
 REMEDY = "record it anew with --trace"
 MAX_BYTES = 2 << 30  # unpacked; a decode step of 48 layers takes about 10 kB
+MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError)  # numpy, of the header of an array
 MAX_EXPERTS = 1 << 24  # of all layers: what a replay makes tables of
 # Of each array: whole numbers ("i", "u"), truth values ("b") or floating point ("f").
 KINDS = {
@@ -267,7 +269,7 @@ def read_trace(path: Path) -> Trace:
             arrays = {name.removesuffix(".npy"): _read_array(archive, name) for name in archive.namelist()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, TypeError, SyntaxError, EOFError, RuntimeError, MemoryError):
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError, *MALFORMED):
         raise InputError(f"{path}: not a trace, or a damaged one; {REMEDY}") from None
     try:
         header = _read_header(arrays)
