@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import socket
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizers
@@ -68,6 +71,33 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(special)
     return backend
+
+
+@pytest.fixture(autouse=True)
+def network_attempts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Tests reach this machine alone; a test that tries more fails, also where its code swallows the error."""
+    attempts: list[str] = []
+
+    def guarded(function: Any, place: int) -> Any:
+        def call(*arguments: Any, **options: Any) -> Any:
+            address = arguments[place]
+            host = address[0] if isinstance(address, tuple) else address
+            is_internet = place == 0 or arguments[0].family in (socket.AF_INET, socket.AF_INET6)
+            if is_internet and host not in (None, "", "localhost", "127.0.0.1", "::1"):
+                attempts.append(str(host))
+                raise OSError(f"tests have no network: {host}")
+            return function(*arguments, **options)
+
+        return call
+
+    for owner, name, place in (
+        (socket.socket, "connect", 1),
+        (socket.socket, "connect_ex", 1),
+        (socket, "getaddrinfo", 0),
+    ):
+        monkeypatch.setattr(owner, name, guarded(getattr(owner, name), place))
+    yield attempts
+    assert not attempts
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from tritonmoe import chat_template
+from tritonmoe import template_sandbox
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.errors import InputError, TokenizerError
+from tritonmoe.template_sandbox import MAX_SECONDS
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
@@ -364,17 +366,70 @@ def test_sandbox_forbids_to_change_the_inside_of_a_namespace() -> None:
         "{% macro f() %}{% for a in range(100000) %}{{ caller() }}{% endfor %}{% endmacro %}"
         "{% call f() %}{% for a in range(100000) %}{% endfor %}{% endcall %}",
         "{% for a in range(99999) recursive %}{{ loop(range(99999)) if loop.depth < 9 }}{% endfor %}",
-        "{% set _deadline = 1e99 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% set _budget = 1e99 %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
     ],
 )
 def test_endless_template_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_SECONDS", 0.05)
+    monkeypatch.setattr(template_sandbox, "MAX_SECONDS", 0.05)
     with pytest.raises(TokenizerError, match="runs for more than"):
-        render(source, _deadline=1e99)
+        render(source, _budget=1e99)
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("{{ 'x' * 10 ** 10 }}", "more than"),
+        ("{{ 10 ** 10 * [0] }}", "more than"),
+        ("{{ 10 ** (10 ** 10) }}", "power"),
+        ("{% set a = 9 ** 99 %}" + "{% set a = a * a %}" * 40, "thousand digits"),
+        ("{% set s = 'x' * 999 %}" + "{% set s = s ~ s %}" * 40, "makes a value of more than"),
+        ("{% set s = 'x' * 999 %}" + "{% set s = s + s %}" * 40, "makes a value of more than"),
+        ("{% set s = 'ab' %}" + "{% set s = s.replace('a', s) %}" * 40, "more than"),
+        ("{% set s = 'ab' %}" + "{% set s = s|replace('a', s) %}" * 40, "more than"),
+        ("{% set s = 'ab' * 9999 %}{{ s.join(s|list|reverse) }}", "steps at once"),
+        ("{% set l = ['x'] %}" + "{% set l = [l, l] %}" * 64 + "{{ l == l }}", "items"),
+        ("{% set l = {'a': 1} %}" + "{% set l = {'a': l, 'b': l} %}" * 64, "items"),
+        ("{% set n = namespace() %}{% set n.a = n %}{{ n }}", "items"),
+        ("{{ 'x'.ljust(10 ** 10) }}", "more than"),
+        ("{{ 'x'|center(10 ** 10) }}", "more than"),
+        ("{{ 1|round(-(10 ** 9)) }}", "more than"),
+        ("{{ messages|tojson(indent=10 ** 10) }}", "more than"),
+        ("{{ '%10000000000d' % 1 }}", "width"),
+        ("{{ '%*d' % (10 ** 10, 1) }}", "more than"),
+        ("{{ '{:>{}}'.format(1, 10 ** 10) }}", "more than"),
+        ("{{ ('f' * 100000)|int(base=16) // 3 }}", "thousand digits"),
+        ("{% set x %}{% for i in range(99) %}{{ 'x' * 999999 }}{% endfor %}{% endset %}", "writes more than"),
+        ("{% macro f() %}{% for i in range(99) %}{{ 'x' * 999999 }}{% endfor %}{% endmacro %}{{ f() }}", "writes more"),
+        (
+            "{% set n = namespace(s='x' * 9999999) %}{% for i in range(999) %}{% set t = n.s + 'y' %}{% endfor %}",
+            "altogether",
+        ),
+        ("{{ range(99999)|map('replace', '1', 'x' * 99999)|join }}", "more than"),
+    ],
+)
+def test_what_multiplies_is_stopped(source: str, message: str) -> None:
+    """Each would take gigabytes or minutes in native code, where no clock is looked at."""
+    began = time.monotonic()
+    with pytest.raises(TokenizerError, match=rf"^the chat template [^\n]*{message}"):
+        render(source)
+    assert time.monotonic() - began < MAX_SECONDS
+
+
+def test_limits_are_far_from_long_conversations() -> None:
+    """A thousand messages of a kilobyte, put together piece by piece."""
+    source = (
+        "{% set n = namespace(text='', first=0) %}{% for m in messages %}{% if m.role == 'assistant' %}"
+        "{% set parts = m.content.split('</think>') %}{% set c = parts[-1].lstrip() ~ '|' ~ parts|length %}"
+        "{% else %}{% set c = m.content|trim|replace('a', 'bb') %}{% endif %}"
+        "{% set n.text = n.text + '<' ~ m.role ~ '>' ~ c ~ [loop.index, m.role]|join('-') %}"
+        "{% set n.first = (n.first + 1700000000 * loop.index) % 10000019 %}{% endfor %}{{ n.text }}{{ n.first }}"
+    )
+    turns = [{"role": "user", "content": "a " * 500}, {"role": "assistant", "content": "so</think>" + "b" * 1000}]
+    assert len(render(source, turns * 500)) > 1_200_000
 
 
 def test_endless_output_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_template, "MAX_CHARACTERS", 1000)
+    monkeypatch.setattr(template_sandbox, "MAX_CHARACTERS", 1000)
     assert len(render("{% for a in range(100) %}{{ 'x' * 10 }}{% endfor %}")) == 1000
     with pytest.raises(TokenizerError, match="writes more than 1000 characters"):
         render("{% for a in range(101) %}{{ 'x' * 10 }}{% endfor %}")

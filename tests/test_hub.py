@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import shutil
@@ -325,6 +326,69 @@ def test_failing_download(hub: FakeHub, error: Exception, message: str) -> None:
     hub.download_error = error
     with pytest.raises(HubError, match=message):
         resolve_model("org/name")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../evil.json",
+        "/etc/evil.json",
+        "a/../../evil.json",
+        "a\\..\\evil.json",
+        "a//b.json",
+        "./x.json",
+        "x\x1b[2J.json",
+    ],
+)
+def test_names_that_lead_out_of_the_cache(hub: FakeHub, name: str) -> None:
+    hub.files[name] = "{}"
+    with pytest.raises(HubError, match=r"^[^\n]*could lead out of the cache") as caught:
+        resolve_model("org/name")
+    assert str(caught.value).isprintable()
+    assert "download" not in hub.calls
+
+
+def blobs(hub: FakeHub, name: str, digest: str, content: str) -> None:
+    """Have the hub keep a file as its library does: a link to one named by the hash that the server states."""
+    original = hub.snapshot_download
+
+    def download(*arguments: Any, **options: Any) -> Any:
+        found = original(*arguments, **options)
+        link = hub.snapshot / name
+        if hub.calls[-1] == "download" and not link.is_symlink():
+            link.unlink()
+            blob = write(hub.cache / "models--org--name" / "blobs", {digest: content}) / digest
+            link.symlink_to(os.path.relpath(blob, link.parent))
+        return found
+
+    huggingface_hub.snapshot_download = download  # the fixture restores it
+
+
+@pytest.mark.parametrize("is_large", [True, False])
+def test_downloads_are_compared_with_their_hashes(hub: FakeHub, is_large: bool) -> None:
+    data = hub.files[SHARDS[0]].encode()
+    digest = hashlib.sha256(data) if is_large else hashlib.sha1(b"blob 1000\0" + data)
+    blobs(hub, SHARDS[0], digest.hexdigest(), "y" + data.decode()[1:])
+    with pytest.raises(HubError, match=f"is damaged: the bytes of {SHARDS[0]} do not have the hash.*run it again"):
+        resolve_model("org/name")
+    assert snapshot_problems(hub.snapshot) == [f"{SHARDS[0]} is missing, though model.safetensors.index.json names it"]
+    assert not list((hub.cache / "models--org--name" / "blobs").iterdir())
+    blobs(hub, SHARDS[0], digest.hexdigest(), data.decode())
+    assert resolve_model("org/name") == hub.snapshot
+
+
+def test_downloads_of_another_length(hub: FakeHub) -> None:
+    blobs(hub, SHARDS[0], "etag", "x" * 999)
+    with pytest.raises(HubError, match=f"{SHARDS[0]} has 999 bytes instead of 1000"):
+        resolve_model("org/name")
+
+
+def test_the_library_keeps_names_within_its_cache(tmp_path: Path) -> None:
+    """Should a name ever get past the check above."""
+    from huggingface_hub.file_download import _get_pointer_path
+
+    with pytest.raises(ValueError, match="Invalid pointer path"):
+        _get_pointer_path(str(tmp_path), COMMIT, "../../../evil.json")
 
 
 # Completeness

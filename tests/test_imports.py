@@ -16,8 +16,18 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 # A module imports from lower layers only, never from its own.
 LAYERS = (
-    ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
-    ("config_reader", "memory", "sampling", "kv_cache", "rope", "policy", "scheduler", "quantization"),
+    ("errors", "files", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
+    (
+        "config_reader",
+        "memory",
+        "template_sandbox",
+        "sampling",
+        "kv_cache",
+        "rope",
+        "policy",
+        "scheduler",
+        "quantization",
+    ),
     ("matrices", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tritonmoe.config_reader import MISSING, ConfigReader, read_json
+from tritonmoe.config_reader import MAX_INTEGER, MISSING, ConfigReader, read_json
 from tritonmoe.errors import ConfigError
 from tritonmoe.published_formats import PublishedFormat, parse_quantization
 from tritonmoe.spec import (
@@ -26,6 +26,10 @@ from tritonmoe.spec import (
     RouterSpec,
     YarnSpec,
 )
+
+# Some hundred times what any published model has: a loop over them still ends at once.
+MAX_LAYERS = 1 << 12
+MAX_EXPERTS = 1 << 16
 
 # Which layers slide: as `layer_types` says; every layer once `sliding_window` is set; or only with
 # `use_sliding_window`, and then every layer (or, where `layer_types` is obligatory, those it names).
@@ -230,7 +234,7 @@ def parse_config(values: dict[str, Any], where: str = "config.json") -> ModelSpe
     reader.raw("quantization_config")
     parse_quantization(quantization)
     quantization.report_unread()
-    num_layers = reader.integer("num_hidden_layers")
+    num_layers = reader.integer("num_hidden_layers", maximum=MAX_LAYERS)
     hidden_size = reader.integer("hidden_size")
     attention = _attention_specs(reader, architecture, num_layers, hidden_size)
     moe = _moe_spec(reader, architecture)
@@ -304,9 +308,10 @@ def _sparse_layers(reader: ConfigReader, architecture: Architecture, num_layers:
     end = reader.integer("moe_layer_end_index", default=-1, minimum=-1)
     interval = reader.integer("moe_layer_interval", default=1)
     last = num_layers - 1 if end == -1 else end
-    dense = reader.raw("mlp_only_layers") or []
-    if not isinstance(dense, list) or not all(isinstance(i, int) for i in dense):
+    listed = reader.raw("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(i, int) for i in listed):
         raise ConfigError(f"{reader.where}: mlp_only_layers must be a list of layer numbers")
+    dense = frozenset(listed)
     sparse = [
         is_sparse and i not in dense and (i + 1) % step == 0 and start <= i <= last and (i + 1) % interval == 0
         for i, is_sparse in enumerate(sparse)
@@ -317,7 +322,9 @@ def _sparse_layers(reader: ConfigReader, architecture: Architecture, num_layers:
 
 
 def _moe_spec(reader: ConfigReader, architecture: Architecture) -> MoeSpec:
-    num_experts = reader.uniform("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    num_experts = reader.uniform(
+        "num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", maximum=MAX_EXPERTS
+    )
     top_k = reader.uniform(
         "num_experts_per_tok", "experts_per_token", "moe_k", "moe_topk", "top_k_experts", "num_experts_per_token"
     )
@@ -386,7 +393,7 @@ def _attention_specs(
     heads = reader.integer("num_attention_heads")
     kv_heads = reader.integer("num_key_value_heads", default=heads if architecture.kv_heads_optional else MISSING)
     head_dim = reader.integer("head_dim", "attention_head_dim", default=architecture.head_dim or hidden_size // heads)
-    if heads % kv_heads or head_dim % 2:
+    if heads % kv_heads or head_dim % 2 or head_dim == 0:
         raise ConfigError(
             f"{reader.where}: {heads} heads with {kv_heads} key-value heads of {head_dim} values cannot be grouped"
         )
@@ -503,8 +510,12 @@ def _rope_spec(reader: ConfigReader, own: ConfigReader, architecture: Architectu
         # Hunyuan: a fixed stretch of the base, not the length-dependent scaling the name suggests.
         for name in ("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"):
             own.raw(name)
+        if dim == 2:
+            raise ConfigError(f"{own.where}: RoPE over 2 values cannot be stretched by alpha")
         return replace(rope, theta=theta * own.number("alpha") ** (dim / (dim - 2)))
     if kind == "yarn":
+        if theta <= 1.0:
+            raise ConfigError(f"{own.where}: YaRN needs a rope_theta above 1, not {theta:g}")
         return replace(rope, yarn=_yarn_spec(reader, own))
     raise ConfigError(
         f"{own.where}: RoPE type {kind!r} is not supported (supported: default, linear, yarn, dynamic with alpha)"
@@ -520,6 +531,8 @@ def _yarn_spec(reader: ConfigReader, own: ConfigReader) -> YarnSpec:
     max_position = reader.integer("max_position_embeddings")
     original = own.integer("original_max_position_embeddings", default=max_position)
     factor = own.number("factor", default=max_position / original)
+    if original * factor > MAX_INTEGER:
+        raise ConfigError(f"{own.where}: {factor:g} times {original} positions are too many")
     mscale, mscale_all = own.number("mscale", default=None), own.number("mscale_all_dim", default=None)
     magnitude = own.number("attention_factor", default=None)
     if magnitude is None and mscale is not None and mscale_all is not None:

@@ -15,7 +15,16 @@ HELP = "Type a message; /new starts over, /exit or Ctrl-D ends. Ctrl-C stops an 
 # GPT-OSS writes its reasoning and its answer as messages of two channels.
 CHANNEL = re.compile(r"<\|channel\|>(\w+)[^<]*<\|message\|>(.*?)(?=<\||$)", re.DOTALL)
 
+# On a terminal these move the cursor, rename the window, write to the clipboard. Lines and tabs are meant.
+CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 Message = dict[str, str]
+
+
+def emit(text: str, end: str = "") -> None:
+    """Print what was generated: to a file or pipe as it is, on a terminal with control characters shown, not obeyed."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    print(text.translate(CONTROLS) if is_terminal else text, end=end, flush=True)
 
 
 def chat(engine: Engine, params: SamplingParams, system: str | None) -> int:
@@ -52,7 +61,7 @@ def _turn(
         stream = engine.stream(engine.chat_prompt(asked), params, session)
         try:
             for piece in stream:
-                print(piece, end="", flush=True)
+                emit(piece)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
     except TritonMoeError as error:

@@ -8,7 +8,6 @@ Format: 8 bytes little-endian header length, a JSON header, then the data (safet
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import torch
 
 from tritonmoe.config_reader import read_json
 from tritonmoe.errors import CheckpointError
+from tritonmoe.files import open_regular, parse_json
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -99,7 +99,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     for name in sorted(set(claimed.values())):
         if Path(name).name != name:
             raise CheckpointError(f"{index}: shard name {name!r} leaves the model folder")
-        if not (folder / name).is_file():
+        if not os.path.isfile(folder / name):  # unlike that of Path, for every name
             raise CheckpointError(f"{folder}: shard {name} named in {INDEX_NAME} is missing; download it again")
         files.append(folder / name)
     return files, claimed
@@ -107,20 +107,25 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 
 def read_header(file: Path) -> list[TensorEntry]:
     """Parse and verify one file's header: types, sizes, and offsets that tile the data without a gap."""
+    return read_header_and_metadata(file)[0]
+
+
+def read_header_and_metadata(file: Path) -> tuple[list[TensorEntry], dict[str, Any]]:
+    """`read_header`, and what the file says about itself."""
     try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
+        with open(open_regular(file), "rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
             length = int.from_bytes(stream.read(8), "little")
             if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
                 raise CheckpointError(f"{file}: truncated or not a safetensors file ({size} bytes)")
-            header = json.loads(stream.read(length))
+            header = parse_json(stream.read(length))
     except OSError as problem:
         raise CheckpointError(f"{file}: cannot be read: {problem.strerror}") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: the header is not valid JSON; the file is damaged") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{file}: the header is not valid JSON ({problem}); the file is damaged") from None
     if not isinstance(header, dict):
         raise CheckpointError(f"{file}: the header is not a JSON object; the file is damaged")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None)
     entries = sorted((_entry(file, name, value, 8 + length) for name, value in header.items()), key=_place)
     expected = 8 + length
     for entry in entries:
@@ -130,7 +135,7 @@ def read_header(file: Path) -> list[TensorEntry]:
     if expected != size:
         kind = "truncated" if size < expected else "longer than its header says"
         raise CheckpointError(f"{file}: {kind}: {size} bytes instead of {expected}; download it again")
-    return entries
+    return entries, metadata if isinstance(metadata, dict) else {}
 
 
 def _place(entry: TensorEntry) -> tuple[int, int]:
@@ -207,7 +212,10 @@ class TensorReader:
 
     def _read_bytes(self, entry: TensorEntry, offset: int, dest: torch.Tensor) -> None:
         if entry.file not in self._descriptors:
-            self._descriptors[entry.file] = os.open(entry.file, os.O_RDONLY)
+            try:
+                self._descriptors[entry.file] = open_regular(entry.file)
+            except OSError as problem:
+                raise CheckpointError(f"{entry.file}: cannot be read: {problem.strerror}") from None
         view = memoryview(dest.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; the stubs lag
         done = 0
         while done < len(view):

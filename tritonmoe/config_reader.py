@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tritonmoe.errors import ConfigError
+from tritonmoe.files import parse_json, read_file
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MISSING: Any = object()
-MAX_CONFIG_BYTES = 16 << 20  # the largest published config.json is under 100 kB
+MAX_CONFIG_BYTES = 16 << 20  # the largest published index.json is under 10 MB
+MAX_INTEGER = (1 << 31) - 1  # of a size: kernels index with 32 bits
 
 # Keys that only describe training, export or other programs. Everything else that nobody read is reported.
 IGNORED_KEYS = frozenset(
@@ -36,18 +37,21 @@ IGNORED_KEYS = frozenset(
 def read_json(path: Path, error: type[Exception] = ConfigError) -> dict[str, Any]:
     """The JSON object in `path`; `error` with one line when it is absent, unreadable or not an object."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise error(f"{path}: larger than {MAX_CONFIG_BYTES >> 20} MiB, so not a configuration file")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_file(path, MAX_CONFIG_BYTES))
     except FileNotFoundError:
         raise error(f"{path}: no such file") from None
     except OSError as problem:
         raise error(f"{path}: cannot be read: {problem.strerror}") from None
-    except (ValueError, RecursionError) as problem:
-        raise error(f"{path}: not valid JSON: {str(problem) or 'nested too deeply'}") from None
+    except ValueError as problem:
+        raise error(f"{path}: not valid JSON: {problem}") from None
     if not isinstance(value, dict):
         raise error(f"{path}: must hold a JSON object, not a {type(value).__name__}")
     return value
+
+
+def _is_moderate(value: float) -> bool:
+    """Far enough from overflow that products and quotients of two such numbers are finite; not NaN."""
+    return value == 0 or 1e-30 < abs(value) < 1e30
 
 
 class ConfigReader:
@@ -74,19 +78,20 @@ class ConfigReader:
                 )
         return present[0][1] if present else None
 
-    def integer(self, *names: str, default: Any = MISSING, minimum: int = 1) -> int:
+    def integer(self, *names: str, default: Any = MISSING, minimum: int = 1, maximum: int = MAX_INTEGER) -> int:
         value = self._required(names, default)
         if value is default:
             return value
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value < 1 << 40:
-            raise ConfigError(f"{self.where}: {names[0]} must be an integer of at least {minimum}, not {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= maximum:
+            most = f" and at most {maximum}" if isinstance(value, int) and value > maximum else ""
+            raise ConfigError(f"{self.where}: {names[0]} must be an integer of at least {minimum}{most}, not {value!r}")
         return value
 
     def number(self, *names: str, default: Any = MISSING, positive: bool = True) -> float:
         value = self._required(names, default)
         if value is default:
             return value
-        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e30
+        usable = isinstance(value, (int, float)) and not isinstance(value, bool) and _is_moderate(value)
         if not usable or (positive and value <= 0):
             kind = "a positive number" if positive else "a number"
             raise ConfigError(f"{self.where}: {names[0]} must be {kind}, not {value!r}")
@@ -109,14 +114,14 @@ class ConfigReader:
             raise ConfigError(f"{self.where}: {names[0]} has {len(value)} entries for {length} layers")
         return value
 
-    def uniform(self, *names: str, default: Any = MISSING) -> int:
+    def uniform(self, *names: str, default: Any = MISSING, maximum: int = MAX_INTEGER) -> int:
         """An integer, possibly written once per layer: then all entries must be equal."""
         value = self.raw(*names)
         if isinstance(value, list):
             if not value or any(item != value[0] for item in value):
                 raise ConfigError(f"{self.where}: {names[0]} differs between layers, which is not supported")
             self.values = {**self.values, **{name: value[0] for name in names if name in self.values}}
-        return self.integer(*names, default=default)
+        return self.integer(*names, default=default, maximum=maximum)
 
     def require(self, name: str, allowed: tuple[Any, ...]) -> None:
         """Refuse a value of `name` that would change the model in a way that is not implemented."""

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, TextIO
 
-from tritonmoe.chat import chat
+from tritonmoe.chat import chat, emit
 from tritonmoe.engine import Engine, Interrupted, TextStream
 from tritonmoe.errors import EXIT_INTERRUPTED, InputError
 from tritonmoe.generation import Generation
@@ -155,7 +155,7 @@ def _stream(engine: Engine, stream: TextStream) -> int:
     code = 0
     try:
         for text in stream:
-            print(text, end="", flush=True)
+            emit(text)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     print(flush=True)
@@ -170,7 +170,7 @@ def _print_all(engine: Engine, prompts: Sequence[Any], params: SamplingParams, a
     except Interrupted as interrupted:
         code, results = EXIT_INTERRUPTED, interrupted.results
     for result in results:
-        print(json.dumps(dataclasses.asdict(result), ensure_ascii=False) if as_json else result.text, flush=True)
+        emit(json.dumps(dataclasses.asdict(result), ensure_ascii=False) if as_json else result.text, end="\n")
     if not as_json:
         for result in results:
             print(summary(result), file=sys.stderr)

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from tritonmoe.errors import InputError
+from tritonmoe.checkpoint import TensorReader, read_header_and_metadata
+from tritonmoe.errors import CheckpointError, InputError
+from tritonmoe.files import write_file
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
 
@@ -65,9 +66,9 @@ class DefaultVectors:
         """
         tensors = {"vectors": self.vectors.contiguous(), "counts": self.counts.contiguous()}
         try:
-            save_file(tensors, path, metadata={"format": FORMAT, "model": model, "corpus": corpus})
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: cannot be written: {error}") from None
+            write_file(path, save(tensors, metadata={"format": FORMAT, "model": model, "corpus": corpus}))
+        except OSError as error:
+            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def load_default_vectors(path: Path, spec: ModelSpec, weights: ModelWeights) -> DefaultVectors:
@@ -76,25 +77,25 @@ def load_default_vectors(path: Path, spec: ModelSpec, weights: ModelWeights) -> 
     Raises InputError, one line, for a file that cannot be read, is of another kind, shape or model, or is not finite.
     """
     shape = vector_shape(spec)
+    vectors, counts = torch.empty(shape), torch.empty(shape[:2], dtype=torch.int64)
+    reader = TensorReader()
     try:
-        with safe_open(path, "pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or set(file.keys()) != {"vectors", "counts"}:
-                raise InputError(f"{path}: not a file of default vectors; {REMEDY}")
-            vectors, counts = file.get_tensor("vectors"), file.get_tensor("counts")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except SafetensorError:
-        raise InputError(f"{path}: not a safetensors file, or a damaged one; {REMEDY}") from None
-    for name, tensor, expected, dtype in (
-        ("vectors", vectors, shape, torch.float32),
-        ("counts", counts, shape[:2], torch.int64),
-    ):
-        if tuple(tensor.shape) != expected or tensor.dtype != dtype:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(
-                f"{path}: {name} are {kind} {list(tensor.shape)} where this model has {list(expected)}; {REMEDY}"
-            )
+        entries, metadata = read_header_and_metadata(path)
+        if metadata.get("format") != FORMAT or {entry.name for entry in entries} != {"vectors", "counts"}:
+            raise InputError(f"{path}: not a file of default vectors; {REMEDY}")
+        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
+            tensor = vectors if entry.name == "vectors" else counts
+            if entry.shape != tensor.shape or entry.dtype != tensor.dtype:
+                kind = str(entry.dtype).removeprefix("torch.")
+                raise InputError(
+                    f"{path}: {entry.name} are {kind} {list(entry.shape)} where this model has {list(tensor.shape)}; "
+                    f"{REMEDY}"
+                )
+            reader.read(entry, tensor)
+    except CheckpointError as error:
+        raise InputError(f"{error}; {REMEDY}") from None
+    finally:
+        reader.close()
     if metadata.get("model") != model_identity(spec, weights):
         raise InputError(f"{path}: the default vectors of another model (its routers differ); {REMEDY}")
     if not vectors.isfinite().all():

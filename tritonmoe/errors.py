@@ -5,10 +5,26 @@ from __future__ import annotations
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
+MAX_MESSAGE = 1000  # characters: a path and what a file says, not a whole file
 
 
 class TritonMoeError(Exception):
     """Bad input or an environment that cannot serve it; `str(error)` is one clear line for the user."""
+
+    def __init__(self, message: object = "") -> None:
+        super().__init__(printable(str(message)))
+
+
+def printable(text: str, limit: int = MAX_MESSAGE) -> str:
+    """`text` as one line of at most `limit` characters that a terminal only shows.
+
+    Names and contents of files from anywhere are quoted in messages; raw, they could move the cursor, rename the
+    window or write to the clipboard.
+    """
+    if len(text) > limit:
+        text = f"{text[: limit // 2]} … {text[3 - limit // 2 :]}"
+    shown = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in text)
+    return shown if len(shown) <= limit else f"{shown[: limit // 2]} … {shown[3 - limit // 2 :]}"
 
 
 class ConfigError(TritonMoeError):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError, printable
 from tritonmoe.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
@@ -32,6 +32,13 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise InputError(f"{message} (--help lists the options)")
+
+
+class _Shown(logging.Formatter):
+    """Warnings name keys and files of a model, which must not steer the terminal either."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -113,7 +120,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code (see EXIT_CODES)."""
-    logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_Shown("%(message)s"))
+    logging.basicConfig(level=logging.WARNING, handlers=[handler])
     logging.getLogger("tritonmoe").setLevel(logging.INFO)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import logging
 import os
 import re
@@ -21,6 +22,7 @@ from tritonmoe.errors import HubError, InputError
 logger = logging.getLogger(__name__)
 
 SHARD = re.compile(r"model-\d+-of-(\d+)\.safetensors")
+DIGEST = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 
 # Patterns match the whole path, so "*.safetensors" alone also takes second copies of the weights in
 # subfolders: the gpt-oss-20b repository holds 41 GB, of which 14 GB are needed.
@@ -61,8 +63,8 @@ def resolve_model(
 def snapshot_problems(folder: Path) -> list[str]:
     """What a model folder lacks to be loaded, one line each; empty for a complete one."""
     needed = ("config.json", "tokenizer.json")
-    problems = [f"{name} is missing" for name in needed if not (folder / name).exists()]
-    if (folder / INDEX_NAME).exists():
+    problems = [f"{name} is missing" for name in needed if not os.path.exists(folder / name)]
+    if os.path.exists(folder / INDEX_NAME):
         return problems + _index_problems(folder)
     # In the cache a file is a link, which may lead nowhere.
     names = [path.name for path in folder.glob("*.safetensors") if path.exists()]
@@ -83,7 +85,7 @@ def _index_problems(folder: Path) -> list[str]:
     if not isinstance(weight_map, dict) or not weight_map:
         return [f"{INDEX_NAME} has no weight_map"]
     names = sorted({str(name) for name in weight_map.values()})
-    return [f"{name} is missing, though {INDEX_NAME} names it" for name in names if not (folder / name).exists()]
+    return [f"{name} is missing, though {INDEX_NAME} names it" for name in names if not os.path.exists(folder / name)]
 
 
 def _looks_like_path(model: str) -> bool:
@@ -186,11 +188,39 @@ def _download(repo_id: str, revision: str | None, before_download: BeforeDownloa
         raise _explain(error, repo_id, revision) from error
     if problems := snapshot_problems(folder):
         raise HubError(f"the download of {repo_id} is not complete: {_summary(problems)}; run it again")
+    arrived = [file for file in files if file.will_download and file.filename in wanted]
+    if problems := [line for file in arrived if (line := _damage(folder / file.filename, file.file_size))]:
+        raise HubError(f"the download of {repo_id} is damaged: {_summary(problems)}; it was removed, run it again")
     return folder
 
 
+def _damage(path: Path, num_bytes: int | None) -> str | None:
+    """Why a file that was just downloaded is not the Hub's, or None; such a file is removed from the cache.
+
+    The library compares lengths at most. In the cache a file is a link to one named by its hash: SHA-256 where it is
+    large, git's SHA-1 where it is not.
+    """
+    blob = Path(os.path.realpath(path))
+    size = blob.stat().st_size
+    digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    problem = None
+    if num_bytes is not None and size != num_bytes:
+        problem = f"{path.name} has {size} bytes instead of {num_bytes}"
+    elif DIGEST.fullmatch(blob.name):
+        with blob.open("rb") as file:
+            if hashlib.file_digest(file, lambda: digest).hexdigest() != blob.name:
+                problem = f"the bytes of {path.name} do not have the hash that the Hub states"
+    if problem is not None:
+        blob.unlink()
+        path.unlink(missing_ok=True)
+    return problem
+
+
 def _check_listing(repo_id: str, names: list[str]) -> None:
-    """Refuse before the download what could not be loaded after it."""
+    """Refuse before the download what could not be loaded after it, and names that lead out of the cache."""
+    for name in names:
+        if not name.isprintable() or "\\" in name or any(part in ("", ".", "..") for part in name.split("/")):
+            raise HubError(f"{repo_id} names a file {name!r}, which could lead out of the cache; it is not downloaded")
     _refuse_foreign_weights(repo_id, names)
     if not any(name.endswith(".safetensors") for name in names):
         raise HubError(f"{repo_id} has no safetensors weights; give a repository that has")

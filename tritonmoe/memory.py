@@ -13,6 +13,7 @@ from tritonmoe.errors import InputError
 
 HUGE_PAGE_BYTES = 2 << 20
 CGROUP = Path("/sys/fs/cgroup")
+MAX_BYTES = 1 << 47  # what a process can address
 
 
 def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -22,6 +23,8 @@ def empty_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     where memory that was touched before took 7 GB/s.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes >= MAX_BYTES:  # also on the meta device, where sizes are only added up
+        raise InputError(f"out of memory: config.json asks for a tensor of {num_bytes / 1e9:.3g} GB; use another model")
     if device.type != "cpu" or num_bytes < 4 * HUGE_PAGE_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     try:

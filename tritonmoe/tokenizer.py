@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,10 @@ import tokenizers
 
 from tritonmoe.config_reader import read_json
 from tritonmoe.errors import InputError, TokenizerError
+from tritonmoe.files import parse_json, read_file
+
+MAX_TOKENIZER_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MB
+MAX_GROWTH = 4096  # characters that a normalizer or decoder may make of one; published ones make at most 8
 
 
 class Tokenizer:
@@ -36,7 +42,9 @@ class Tokenizer:
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
         """Read `tokenizer.json`, and `tokenizer_config.json` and `special_tokens_map.json` where present."""
-        return cls(_read_backend(folder), _read_special_tokens(folder))
+        backend, special_tokens = _read_backend(folder), _read_special_tokens(folder)
+        with _native(f"{folder / 'tokenizer.json'}: not a usable tokenizer"):
+            return cls(backend, special_tokens)
 
     @property
     def bos_token(self) -> str | None:
@@ -66,11 +74,13 @@ class Tokenizer:
             raise InputError(
                 f"the prompt is not valid Unicode at character {error.start}; pass it encoded as UTF-8"
             ) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        with _native("the tokenizer cannot encode the prompt"):
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """The text of `ids`. An id without a token (the padding of an embedding table) has no text."""
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        with _native("the tokenizer cannot decode what was generated"):
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     def _find_byte_tokens(self) -> Iterable[int]:
         """The ids of `<0x00>` to `<0xFF>` where the decoder turns them into bytes rather than shows them."""
@@ -81,10 +91,23 @@ class Tokenizer:
                 yield token_id
 
 
+@contextmanager
+def _native(what: str) -> Iterator[None]:
+    """TokenizerError for whatever the library raises: bare Exception, and for a panic, which malformed parts of a
+    tokenizer.json cause only once they are used, a BaseException that is neither KeyboardInterrupt nor SystemExit."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, GeneratorExit, TokenizerError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise TokenizerError(f"{what} ({reason}); fetch tokenizer.json again") from None
+
+
 def _read_backend(folder: Path) -> tokenizers.Tokenizer:
     path = folder / "tokenizer.json"
     try:
-        return tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        text = read_file(path, MAX_TOKENIZER_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise TokenizerError(
             f"{path}: no such file; repositories with only a sentencepiece, tiktoken or tekken vocabulary "
@@ -94,14 +117,28 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         raise TokenizerError(f"{path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise TokenizerError(f"{path}: not UTF-8 text; fetch the file again") from None
-    except Exception as error:  # the Rust library raises bare Exception for every malformed file
-        reason = " ".join(str(error).split())
-        raise TokenizerError(f"{path}: not a usable tokenizer, fetch the file again: {reason}") from None
+    with _native(f"{path}: not a usable tokenizer"):
+        _check_growth(parse_json(text.encode()), path)
+        return tokenizers.Tokenizer.from_str(text)
+
+
+def _check_growth(values: Any, path: Path) -> None:
+    """Refuse steps that multiply a text: eight that make a hundred letters of one end the process, out of memory."""
+    for part in ("normalizer", "decoder"):
+        growth, steps = 1, [values.get(part)] if isinstance(values, dict) else []
+        while steps and growth <= MAX_GROWTH:
+            step = steps.pop()
+            if isinstance(step, dict):
+                steps += [item for value in step.values() if isinstance(value, list) for item in value]
+                added = (step.get(name) for name in ("content", "prepend"))
+                growth *= max([1, *(len(text) for text in added if isinstance(text, str))])
+        if growth > MAX_GROWTH:
+            raise TokenizerError(f"{path}: its {part} makes more than {MAX_GROWTH} characters of one")
 
 
 def read_optional_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`, empty where there is no such file."""
-    return read_json(path, TokenizerError) if path.exists() else {}
+    return read_json(path, TokenizerError) if os.path.lexists(path) else {}
 
 
 def _read_special_tokens(folder: Path) -> dict[str, str]:

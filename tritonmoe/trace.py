@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
-import os
 import time
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -28,12 +28,23 @@ from tritonmoe.counters import Counters
 from tritonmoe.default_vectors import model_identity
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.expert_store import RecordLayout
+from tritonmoe.files import open_regular, parse_json, write_file
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.policy import RESIDENT, Policy
 
 FORMAT = "tritonmoe trace, version 1"
 REMEDY = "record it anew with --trace"
+MAX_BYTES = 2 << 30  # unpacked; a decode step of 48 layers takes about 10 kB
+MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError)  # numpy, of the header of an array
+MAX_EXPERTS = 1 << 24  # of all layers: what a replay makes tables of
+# Of each array: whole numbers ("i", "u"), truth values ("b") or floating point ("f").
+KINDS = {
+    **dict.fromkeys(("layer", "generation", "num_tokens", "num_ids", "ids", "found"), "iu"),
+    **dict.fromkeys(("foretold_run", "foretold_layer", "foretold_num_ids", "foretold_ids"), "iu"),
+    **dict.fromkeys(("weights", "began_s", "wait_s"), "f"),
+    "is_prefill": "b",
+}
 
 
 @dataclass(frozen=True)
@@ -58,6 +69,8 @@ class TraceHeader:
         if not all(isinstance(size, int) for size in (*sizes, *self.experts, self.num_slots)):
             raise ValueError("a size is no integer")
         if min(sizes) < 1 or min(self.experts) < 0 or self.num_slots < 0:
+            raise ValueError("a size is out of range")
+        if max(len(self.experts) * max(self.experts), self.num_experts_per_tok, self.num_slots) > MAX_EXPERTS:
             raise ValueError("a size is out of range")
 
     @property
@@ -124,14 +137,12 @@ class TraceRecorder:
 
     def __init__(self, path: Path) -> None:
         """InputError where the file cannot be written."""
-        self._path = path
-        self._target = Path(os.path.realpath(path))
+        self._path = path.absolute()
         self._steps: list[Step] = []
         self._step: Step = []
         self._dropped = 0
         self._decoder: Decoder | None = None
-        # The only sure way to know whether a file can be made in a folder is to make one.
-        self._write(b"", keep=False)
+        self._write(None)
 
     def attach(self, decoder: Decoder) -> TraceRecorder:
         """Begin to record, between two steps; meanwhile every step is planned on the host and nothing is captured."""
@@ -161,7 +172,7 @@ class TraceRecorder:
         """Write the steps that are complete; InputError where that fails, and then there is no file of them."""
         dropped = self._dropped + bool(self._step)
         header = dataclasses.replace(self._header, dropped_steps=dropped)
-        self._write(_pack(header, self._steps), keep=True)
+        self._write(_pack(header, self._steps))
 
     def __enter__(self) -> TraceRecorder:
         return self
@@ -239,20 +250,9 @@ class TraceRecorder:
             for layer, one, other in rows
         }
 
-    def _write(self, data: bytes, keep: bool) -> None:
-        """Put a file beside the target, then in its place, or only see that it can be done."""
-        target = self._target
-        temporary = target.with_name(f".trace-{os.getpid()}.tmp")
+    def _write(self, data: bytes | None) -> None:
         try:
-            if target.exists() and not target.is_file():  # a rename would replace a device, too
-                raise InputError(f"{self._path}: the trace cannot be written: not a regular file")
-            try:
-                with temporary.open("wb") as file:
-                    file.write(data)
-                if keep:
-                    temporary.replace(target)
-            finally:
-                temporary.unlink(missing_ok=True)
+            write_file(self._path, data)
         except OSError as error:
             raise InputError(f"{self._path}: the trace cannot be written: {error.strerror}") from None
 
@@ -263,11 +263,13 @@ def read_trace(path: Path) -> Trace:
     Raises InputError, one line, for a file that cannot be read, is of another kind, or is damaged.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open(open_regular(path), "rb") as file, zipfile.ZipFile(file) as archive:
+            if sum(member.file_size for member in archive.infolist()) > MAX_BYTES:
+                raise InputError(f"{path}: not a trace: it unpacks to more than {MAX_BYTES >> 30} GiB")
             arrays = {name.removesuffix(".npy"): _read_array(archive, name) for name in archive.namelist()}
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError, RuntimeError, MemoryError):
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, MemoryError, *MALFORMED):
         raise InputError(f"{path}: not a trace, or a damaged one; {REMEDY}") from None
     try:
         header = _read_header(arrays)
@@ -333,7 +335,7 @@ def _joined(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 
 def _read_header(arrays: dict[str, np.ndarray]) -> TraceHeader:
-    facts = json.loads(str(arrays["header"]))
+    facts = parse_json(str(arrays["header"]).encode())
     if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
         raise ValueError(f"its format is not {FORMAT!r}")
     facts["policy"] = Policy(**facts["policy"])
@@ -343,6 +345,9 @@ def _read_header(arrays: dict[str, np.ndarray]) -> TraceHeader:
 
 def _unpack(header: TraceHeader, arrays: dict[str, np.ndarray]) -> list[Step]:
     """The steps; ValueError for arrays that contradict each other or the header."""
+    for name, kinds in KINDS.items():
+        if arrays[name].dtype.kind not in kinds or arrays[name].ndim != (2 if name == "found" else 1):
+            raise ValueError(f"{name} is {arrays[name].dtype} {list(arrays[name].shape)}")
     columns = ("layer", "is_prefill", "generation", "num_tokens", "num_ids", "found", "began_s", "wait_s")
     if len({len(arrays[name]) for name in columns}) != 1 or arrays["found"].shape[1:] != (3,):
         raise ValueError("columns of different lengths")
