@@ -16,8 +16,9 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 # A module imports from lower layers only, never from its own.
 LAYERS = (
-    ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
-    ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler"),
+    ("errors", "spec", "tensor_names", "slot_pool", "counters", "step_graph", "prefetch_guard"),
+    ("waiting",),
+    ("copy_engine", "config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler"),
     ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
     ("expert_store", "default_vectors"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),

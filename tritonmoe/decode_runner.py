@@ -12,6 +12,7 @@ from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.sampling import NOT_FINITE, SamplingParams, sample
 from tritonmoe.step_graph import StepGraph
+from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 
 MAX_UNREAD = 3  # draws whose tokens were not taken yet, each in a buffer of its own
 
@@ -170,7 +171,7 @@ class _DeviceSteps:
 
     def tokens(self) -> list[int]:
         landed, event = self._drawn.popleft()
-        event.synchronize()
+        await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=self._decoder.experts.outstanding)
         drawn = landed.tolist()
         if min(drawn) < 0:
             raise InputError(NOT_FINITE)

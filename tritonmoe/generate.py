@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError, is_out_of_memory
 from tritonmoe.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
@@ -122,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return _fail(f"the output cannot be written: {error.strerror}")
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return _fail(
             f"out of memory ({' '.join(str(error).split())[:120]}); "
@@ -153,17 +153,6 @@ def _fail(message: str) -> int:
 def _discard_stdout() -> None:
     """Python would complain again when it flushes what is left at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a type of its own for the GPU (a RuntimeError); on the host only the text tells."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in text
-        or "can't start new thread" in text
-    )
 
 
 if __name__ == "__main__":

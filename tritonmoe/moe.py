@@ -75,6 +75,10 @@ class Experts:
     def close(self) -> None:
         """Give back what is held outside the weights."""
 
+    def outstanding(self) -> str:
+        """What a step may be waiting for, to follow a message; empty where there is no such thing."""
+        return ""
+
     def report(self) -> list[str]:
         """What happened to experts since the last `begin`, as lines to print."""
         return []
