@@ -25,6 +25,7 @@ LAYERS = (
     ("model", "generation", "predictors"),
     ("device_scheduler",),
     ("offload",),
+    ("check",),
     ("decode_runner", "trace"),
     ("session",),
     ("memory_plan",),

@@ -182,6 +182,12 @@ class DeviceScheduler:
         keys = key_of[(key_of >= 0) & (planned != landed)].tolist()
         return [expert_name(*divmod(key, self._num_experts)) for key in keys]
 
+    def resident(self, layer_id: int) -> np.ndarray:
+        """[E]: the slots of the layer's experts, -1 where one is not resident; waits for the device."""
+        slots = self.state.slot_of[layer_id].cpu().numpy()
+        is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
+        return np.where((slots >= 0) & is_resident[slots], slots, -1)
+
     def collect(self, counters: Counters) -> None:
         """Add what was counted since the last call."""
         header = self.state.header.tolist()

@@ -16,6 +16,7 @@ import torch
 
 from tritonmoe.architectures import load_spec
 from tritonmoe.chat_template import ChatTemplate
+from tritonmoe.check import StepCheck, make_check, read_option
 from tritonmoe.config_reader import read_json
 from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.errors import ConfigError, InputError, is_out_of_memory
@@ -58,8 +59,10 @@ class Engine:
         defaults: SamplingParams,
         max_context: int,
         cache_bytes: int | None = None,
+        check: StepCheck | None = None,
     ) -> None:
-        """`cache_bytes` is the most that KV caches may take together; None: as far as there is memory."""
+        """`cache_bytes` is the most that KV caches may take together; None: as far as there is memory. `check` runs a
+        sample of decode steps again."""
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -70,6 +73,7 @@ class Engine:
         self._idle: dict[int, DecodeRunner] = {}
         self._lock = threading.RLock()  # slots, scratch and runners are one caller's at a time
         self._is_closed = False
+        self._check = check
         self._caches = CacheMemory(decoder, cache_bytes, self._idle.clear)
 
     @classmethod
@@ -86,15 +90,19 @@ class Engine:
         progress: bool = False,
         placement: Placement | None = None,
         batch_size: int = 1,
+        check: str | None = None,
     ) -> Engine:
         """Load a model from a folder, from a hub id (`org/name`), or the embedded one ("nano").
 
         `dtype` "auto" is float32 on the CPU, where it is faster, and on a GPU what the checkpoint says. `max_context`
         bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr. `placement`
         says where experts live and how they are fetched; by default on the device where they fit, else in host memory;
-        memory is divided for `batch_size` sequences of `max_context` tokens.
+        memory is divided for `batch_size` sequences of `max_context` tokens. `check` "slots" or "reference" runs one
+        decode step of 16 a second time and raises CheckError where that differs (`tritonmoe.check`); "slots:1" all.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
+        if check is not None:
+            read_option(check)  # refused before anything is loaded
         if model == EMBEDDED and revision is None:
             folder = embedded_folder()
         else:
@@ -115,7 +123,12 @@ class Engine:
         )
         decoder, division = load_decoder(loading, placement or Placement(), limit, batch_size)
         cache_bytes = None if division is None else division.cache_bytes
-        return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes)
+        checked = None if check is None else make_check(check, decoder)
+        return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes, checked)
+
+    def report(self) -> list[str]:
+        """What happened to experts in the last generation, and what `check` has found so far, as lines to print."""
+        return self.decoder.experts.report() + ([] if self._check is None else [self._check.line()])
 
     def close(self) -> None:
         """Give back what experts in host memory hold; the engine must not be used afterwards."""
@@ -179,7 +192,7 @@ class Engine:
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
-        return Session(self._caches, self.tokenizer.vocab_size, self.max_context)
+        return Session(self._caches, self._new_runner, self.max_context)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
@@ -254,7 +267,10 @@ class Engine:
         # A power of two, so that calls of similar lengths share it.
         capacity = min(self.max_context, 1 << (length - 1).bit_length())
         cache = self._caches.allocate(batch, capacity if self._caches.has_room(batch, capacity) else length)
-        return DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size)
+        return self._new_runner(cache)
+
+    def _new_runner(self, cache: KVCache) -> DecodeRunner:
+        return DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size, check=self._check)
 
     def _run_alone(self, row: Row) -> Generator[list[str], None, None]:
         with self._runner([row]) as runner:

@@ -21,7 +21,7 @@ from tritonmoe.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
   0    done
-  1    a fault of tritonmoe itself (please report the traceback)
+  1    a fault of tritonmoe itself (please report the traceback), or what --check found
   2    bad input or an environment that cannot serve it; one line on stderr says what to change
   130  interrupted by Ctrl-C
 """
@@ -71,6 +71,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--no-check-weights", action="store_true", help="load weights with NaN or infinite values")
     group.add_argument("--no-check-memory", action="store_true", help="load even if memory seems too small")
+    group.add_argument(
+        "--check",
+        metavar="slots|reference[:N]",
+        help="run one decode step of N (default 16) again and stop where it differs: to the bit with each expert "
+        "fetched anew, or within a tolerance in float32 on the CPU",
+    )
     group.add_argument("--no-stream", action="store_true", help="print the text once it is complete")
     group.add_argument("--json", action="store_true", help="print one JSON object (a line per prompt) instead of text")
     group = parser.add_argument_group("experts in host memory (defaults: those of --policy)")
@@ -109,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(argv)
         return _import_run()(options)
     except TritonMoeError as error:
-        return _fail(str(error))
+        return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -145,9 +151,9 @@ def _import_run() -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return EXIT_BAD_INPUT
+    return code
 
 
 def _discard_stdout() -> None:

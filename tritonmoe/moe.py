@@ -133,6 +133,19 @@ class Experts:
         logits = reference.router_logits(x, weights.router, weights.router_bias)
         return NormRouterOutput(residual, x, logits, *self._ops.route_topk(logits, rule, weights.selection_bias))
 
+    def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The true router's weights on other experts than it chose, made as it makes its own."""
+        router = self._moe(layer_id)[0].router
+        return reference.gate_weights(
+            logits,
+            ids.long(),
+            router.score,
+            router.renormalize,
+            router.renorm_epsilon,
+            router.renorm_minimum,
+            router.scale,
+        )
+
     def _run_slots(
         self,
         layer_id: int,

@@ -17,7 +17,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -38,7 +38,6 @@ from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
 from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 from tritonmoe.weights import ModelWeights
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
 logger = logging.getLogger(__name__)
@@ -306,6 +305,34 @@ class OffloadedExperts(Experts):
             self._add_waits(self.scheduler.counters)
             self.scheduler.counters = counters
 
+    def beside(
+        self,
+        num_slots: int,
+        policy: Policy,
+        predictor: Predictor,
+        make_copies: Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine],
+    ) -> OffloadedExperts:
+        """The same experts in slots of their own, planned on the host."""
+        return OffloadedExperts(
+            self._ops, self._spec, self._weights, self._store, num_slots, policy, predictor, self._defaults,
+            make_copies=make_copies, plan_on_device=False,
+        )  # fmt: skip
+
+    def differing_slot(self, layer_id: int, experts: Iterable[int]) -> tuple[int, int, int] | None:
+        """The first of these experts whose slot does not hold its record: expert, slot, first byte that differs.
+
+        Experts that are in no slot (any more) are passed over. For between two steps; waits for the device.
+        """
+        slots = self.pool.resident(layer_id) if self._device is None else self._device.resident(layer_id)
+        for expert in experts:
+            slot = int(slots[expert])
+            if slot >= 0:
+                held = self._buffer[slot].view(torch.uint8)
+                record = self._store.record(layer_id, expert).view(torch.uint8).to(held.device)
+                if not torch.equal(held, record):
+                    return expert, slot, int((held != record).nonzero()[0])
+        return None
+
     def settle(self) -> None:
         """Give up what is foretold and wait for what is under way: between generations."""
         self._take_back()
@@ -418,19 +445,6 @@ class OffloadedExperts(Experts):
         """Count how far what is executed agrees with what the router would have chosen on the same residual."""
         ids, weights = true.topk_ids.cpu().numpy(), true.topk_weights.cpu().numpy()
         self.counters.foretell(layer_id, guess.ids.cpu().numpy(), ids, weights)
-
-    def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The true router's weights on other experts than it chose, made as it makes its own."""
-        router = self._moe(layer_id)[0].router
-        return reference.gate_weights(
-            logits,
-            ids.long(),
-            router.score,
-            router.renormalize,
-            router.renorm_epsilon,
-            router.renorm_minimum,
-            router.scale,
-        )
 
     def _compute(self, layer_id: int, routed: NormRouterOutput, out: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill:

@@ -76,9 +76,9 @@ class CacheMemory:
 class Session:
     """One sequence whose cache grows as needed, up to `max_length`, and survives from call to call."""
 
-    def __init__(self, memory: CacheMemory, vocab_size: int, max_length: int) -> None:
+    def __init__(self, memory: CacheMemory, make_runner: Callable[[KVCache], DecodeRunner], max_length: int) -> None:
         self._memory = memory
-        self._vocab_size = vocab_size
+        self._make_runner = make_runner
         self._max_length = max_length
         self._runner: DecodeRunner | None = None
         self.token_ids: list[int] = []  # whose keys and values the cache holds
@@ -108,7 +108,7 @@ class Session:
             for new, past in zip(grown.keys + grown.values, old.keys + old.values, strict=True):
                 new[:, :, : old.max_length] = past
         # Last, so that an interrupt leaves the old one with `token_ids` still true of it.
-        self._runner = DecodeRunner(self._memory.decoder, grown, self._vocab_size)
+        self._runner = self._make_runner(grown)
         return self._runner
 
 
