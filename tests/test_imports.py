@@ -16,18 +16,9 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
 # A module imports from lower layers only, never from its own.
 LAYERS = (
-    ("errors", "files", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
-    (
-        "config_reader",
-        "memory",
-        "template_sandbox",
-        "sampling",
-        "kv_cache",
-        "rope",
-        "policy",
-        "scheduler",
-        "quantization",
-    ),
+    ("errors", "files", "spec", "tensor_names", "slot_pool", "counters", "step_graph", "prefetch_guard"),
+    ("waiting", "template_sandbox", "rope", "kv_cache", "sampling", "policy", "scheduler", "quantization"),
+    ("copy_engine", "config_reader", "memory"),
     ("matrices", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),
@@ -36,6 +27,7 @@ LAYERS = (
     ("model", "generation", "predictors"),
     ("device_scheduler",),
     ("offload",),
+    ("check",),
     ("decode_runner", "trace"),
     ("session",),
     ("memory_plan",),

@@ -72,7 +72,7 @@ def _turn(
     print(
         f"[{result.prompt_tokens} tokens of conversation, {result.reused_tokens} reused; "
         f"{result.tokens_per_s:.1f} tokens/s]",
-        *engine.decoder.experts.report(),
+        *engine.report(),
         sep="\n",
         file=sys.stderr,
     )

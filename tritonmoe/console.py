@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
         progress=_is_terminal(sys.stderr),
         placement=_placement(options),
         batch_size=1 if prompts is None else len(prompts),
+        check=options.check,
     )
     params = _params(options, engine.defaults)
     _refuse_idle_filters(options, params)
@@ -159,7 +160,7 @@ def _stream(engine: Engine, stream: TextStream) -> int:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     print(flush=True)
-    print(summary(stream.result()), *engine.decoder.experts.report(), sep="\n", file=sys.stderr)
+    print(summary(stream.result()), *engine.report(), sep="\n", file=sys.stderr)
     return code
 
 
@@ -174,7 +175,7 @@ def _print_all(engine: Engine, prompts: Sequence[Any], params: SamplingParams, a
     if not as_json:
         for result in results:
             print(summary(result), file=sys.stderr)
-        for line in engine.decoder.experts.report():
+        for line in engine.report():
             print(line, file=sys.stderr)
     return code
 

@@ -4,21 +4,30 @@ A copy is `submit`ted with a priority and can be cancelled until it starts: on d
 fewer than `depth` copies are under way, so that few are in front of what is demanded next. What computes calls `wait`
 before it reads slots and `release` after it has enqueued the last read of them; a copy into a released slot waits for
 that read. On a GPU both are events between streams, so the host never waits; on a CPU a thread copies beside the one
-that computes.
+that computes. Where the host does wait it is for `timeout_s` at most: then, and when a copy fails, TransferError names
+what was copied.
 """
 
 from __future__ import annotations
 
+import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import IntEnum
+from queue import SimpleQueue
 
 import torch
 
+from tritonmoe.errors import TransferError
+from tritonmoe.waiting import COPY_TIMEOUT_S, await_until
+
+ALIVE_S = 0.2  # between two looks whether the thread that is waited for still runs
 DEPTH = 3  # copies under way that leave room for a prefetch: the link is busy until the host looks again
+Task = tuple[Future[object], Callable[..., object], tuple[object, ...]]
 
 
 class Priority(IntEnum):
@@ -46,6 +55,8 @@ class CopyEngine:
         self._queues: dict[Priority, deque[Copy]] = {priority: deque() for priority in Priority}
         self._started: dict[int, Copy] = {}  # by slot, in the order of their start
         self.num_copies = 0
+        self.timeout_s = COPY_TIMEOUT_S
+        self.name: Callable[[int], str] = "slot {}".format  # what is copied into a slot, for errors
 
     def submit(self, record: torch.Tensor, slot: int, epoch: int, priority: Priority) -> None:
         """Queue a copy; `pump` starts it."""
@@ -104,6 +115,10 @@ class CopyEngine:
         self._quiesce()
         self._started.clear()
 
+    def under_way(self) -> list[str]:
+        """The names of what is being copied."""
+        return [self.name(slot) for slot in self._started]
+
     def waited_s(self) -> float:
         """Seconds that the computation has waited for copies since the last call, the exposed transfer time."""
         raise NotImplementedError
@@ -121,6 +136,7 @@ class CopyEngine:
         raise NotImplementedError
 
     def _is_done(self, copy: Copy) -> bool:
+        """Whether the record is in its slot; raises where it never will be."""
         raise NotImplementedError
 
     def _await(self, copy: Copy) -> None:
@@ -153,7 +169,7 @@ class StreamCopies(CopyEngine):
 
     def waited_s(self) -> float:
         if self._waits:
-            self._waits[-1][1].synchronize()
+            self._until(self._waits[-1][1].query, "the computation that waits for copies")
         self._sum_waits()
         waited, self._waited_s = self._waited_s, 0.0
         return waited
@@ -165,8 +181,8 @@ class StreamCopies(CopyEngine):
             self._waited_s += before.elapsed_time(after) / 1e3
 
     def _quiesce(self) -> None:
-        self._stream.synchronize()
-        torch.cuda.current_stream().synchronize()
+        self._until(self._stream.query, f"the copies under way ({', '.join(self.under_way()) or 'none is known'})")
+        self._until(torch.cuda.current_stream().query, "the computation on the device")
         self._reads.clear()
         self._waits.clear()
         self._waited_s = 0.0
@@ -192,7 +208,10 @@ class StreamCopies(CopyEngine):
         torch.cuda.current_stream().wait_event(self._events[copy.slot])
 
     def _finish(self, copy: Copy) -> None:
-        self._events[copy.slot].synchronize()
+        self._until(self._events[copy.slot].query, f"the copy of {self.name(copy.slot)}")
+
+    def _until(self, is_done: Callable[[], bool], what: str) -> None:
+        await_until(is_done, what, self.timeout_s)
 
 
 class ThreadCopies(CopyEngine):
@@ -200,13 +219,16 @@ class ThreadCopies(CopyEngine):
 
     def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
         super().__init__(slots, landed, depth)
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="expert-copies")
+        self._thread = _CopyThread()
+        weakref.finalize(self, self._thread.stop)
         self._done: dict[int, Future[object]] = {}
         self._waited_s = 0.0
 
     def close(self) -> None:
-        super().close()
-        self._threads.shutdown()
+        try:
+            super().close()
+        finally:
+            self._thread.stop()
 
     def wait(self, slots: Iterable[int]) -> None:
         began = time.perf_counter()
@@ -218,7 +240,10 @@ class ThreadCopies(CopyEngine):
         return waited
 
     def _quiesce(self) -> None:
-        self._threads.submit(bool).result()  # there is one thread: this comes after all that was submitted
+        if self._thread.is_alive:  # it is one thread: this comes after all that was submitted
+            self._result(self._thread.submit(bool), "whatever is under way")
+        else:
+            self._thread.restart()
         self._done.clear()
         self._waited_s = 0.0
 
@@ -226,16 +251,75 @@ class ThreadCopies(CopyEngine):
         self._slots[copy.slot].copy_(copy.record)
 
     def _start(self, copy: Copy) -> None:
-        self._done[copy.slot] = self._threads.submit(self._copy, copy)
+        self._done[copy.slot] = self._thread.submit(self._copy, copy)
 
     def _is_done(self, copy: Copy) -> bool:
-        return self._done[copy.slot].done()
+        is_done = self._done[copy.slot].done()
+        if is_done:
+            self._finish(copy)
+        return is_done
 
     def _await(self, copy: Copy) -> None:
-        self._done[copy.slot].result()
+        self._finish(copy)
 
     def _finish(self, copy: Copy) -> None:
-        self._done[copy.slot].result()
+        self._result(self._done[copy.slot], self.name(copy.slot))
+
+    def _result(self, future: Future[object], what: str) -> None:
+        """Wait until it is there; TransferError where it failed, takes too long, or nobody works on it any more."""
+        deadline = time.monotonic() + self.timeout_s
+        while True:
+            try:
+                problem = future.exception(min(ALIVE_S, self.timeout_s))
+            except TimeoutError:
+                if not self._thread.is_alive and not future.done():
+                    raise TransferError(f"copying {what}: the thread that copies has ended; generate again") from None
+                if time.monotonic() > deadline:
+                    raise TransferError(f"copying {what} did not end within {self.timeout_s:g} s") from None
+                continue
+            if problem is not None:
+                raise TransferError(f"copying {what} failed: {problem}") from problem
+            return
+
+
+class _CopyThread:
+    """A thread, begun when it is needed, that does what it is given in order.
+
+    Not an executor: those keep a process alive until the last task has ended, and do not say when their thread died.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """Have another thread for what is submitted from now on; what was given to one that died is nobody's."""
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._tasks,), name="expert-copies", daemon=True)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> Future[object]:
+        future: Future[object] = Future()
+        if self._thread.ident is None:
+            self._thread.start()
+        self._tasks.put((future, function, arguments))
+        return future
+
+    def stop(self) -> None:
+        """Let the thread end once it has nothing to do."""
+        self._tasks.put(None)
+
+
+def _work(tasks: SimpleQueue[Task | None]) -> None:
+    while (task := tasks.get()) is not None:
+        future, function, arguments = task
+        try:
+            future.set_result(function(*arguments))
+        except BaseException as problem:  # whoever waits for it must hear of it
+            future.set_exception(problem)
+        del task, future, function, arguments  # they hold what owns this thread
 
 
 def copy_engine(slots: torch.Tensor, landed: Callable[[int, int], object]) -> CopyEngine:

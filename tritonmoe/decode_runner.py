@@ -7,11 +7,13 @@ from collections.abc import Sequence
 
 import torch
 
+from tritonmoe.check import Step, StepCheck
 from tritonmoe.errors import InputError
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.sampling import NOT_FINITE, SamplingParams, sample
 from tritonmoe.step_graph import StepGraph
+from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 
 MAX_UNREAD = 3  # draws whose tokens were not taken yet, each in a buffer of its own
 
@@ -25,11 +27,22 @@ class DecodeRunner:
     step, and with it the rounding of the other rows, stays the same; what it computes beyond the cache is not stored.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, vocab_size: int, capture: bool = True) -> None:
-        """`vocab_size` is the number of ids that may be drawn; embeddings can be padded past it."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        vocab_size: int,
+        capture: bool = True,
+        check: StepCheck | None = None,
+    ) -> None:
+        """`vocab_size` is the number of ids that may be drawn; embeddings can be padded past it. `check` runs some
+        steps again."""
         self.cache = cache
         self._decoder = decoder
         self._vocab_size = vocab_size
+        self._check = check
+        if check is not None:
+            check.watch(self.batch)
         self._steps = _DeviceSteps(self, capture) if decoder.device.type == "cuda" else _HostSteps(self)
 
     @property
@@ -59,8 +72,12 @@ class DecodeRunner:
     def launch(self) -> None:
         """Run the last token of every row through the model and draw the next one."""
         self._decoder.experts.begin_step(self.batch)
+        check = self._check
+        inputs = None if check is None or not check.is_due() else self._steps.inputs()
         self._steps.launch()
         self._decoder.experts.step_launched()
+        if check is not None and inputs is not None:
+            check.verify(Step(*inputs, self.cache, self._steps.logits))
 
     def tokens(self) -> list[int]:
         """The tokens of the earliest draw that was not handed out yet; InputError if its logits were not finite."""
@@ -77,6 +94,7 @@ class _HostSteps:
         self._histories: list[list[int]] = []
         self._params: list[SamplingParams] = []
         self._drawn: deque[list[int]] = deque()
+        self.logits = torch.empty(0)  # of the last step
 
     def begin(self, histories: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
         self._histories, self._params = [list(history) for history in histories], list(params)
@@ -94,12 +112,17 @@ class _HostSteps:
         for history, token in zip(self._histories, token_ids, strict=True):
             history[-1] = token
 
-    def launch(self) -> None:
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Of the next step: token ids and positions [B], and what bounds these."""
         device = self._decoder.device
         token_ids = torch.tensor([history[-1] for history in self._histories], device=device)
         positions = torch.tensor([len(history) - 1 for history in self._histories], device=device)
-        length = min(self._cache.max_length, max(map(len, self._histories)))
-        self.sample(self._decoder.decode(token_ids, positions, self._cache, length))
+        return token_ids, positions, min(self._cache.max_length, max(map(len, self._histories)))
+
+    def launch(self) -> None:
+        token_ids, positions, length = self.inputs()
+        self.logits = self._decoder.decode(token_ids, positions, self._cache, length)
+        self.sample(self.logits)
 
     def tokens(self) -> list[int]:
         return self._drawn.popleft()
@@ -123,6 +146,15 @@ class _DeviceSteps:
         self._layout = self._decoder.experts.layout  # what the captured steps rely on
         self._landing = deque(torch.empty(batch, dtype=torch.int64, pin_memory=True) for _ in range(MAX_UNREAD))
         self._drawn: deque[tuple[torch.Tensor, torch.cuda.Event]] = deque()
+        self._keeps_logits = runner._check is not None
+        self._logits: dict[bool, torch.Tensor] = {}  # of the last step, by kind of graph, whose memory it is
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return self._logits[self._sampler.is_greedy]
+
+    def inputs(self) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        return self._token_ids.clone(), self._positions.clone(), None
 
     @torch.inference_mode()
     def begin(self, histories: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> None:
@@ -170,14 +202,17 @@ class _DeviceSteps:
 
     def tokens(self) -> list[int]:
         landed, event = self._drawn.popleft()
-        event.synchronize()
+        await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=self._decoder.experts.outstanding)
         drawn = landed.tolist()
         if min(drawn) < 0:
             raise InputError(NOT_FINITE)
         return drawn
 
     def _step(self) -> None:
-        self._draw(self._decoder.decode(self._token_ids, self._positions, self._cache))
+        logits = self._decoder.decode(self._token_ids, self._positions, self._cache)
+        if self._keeps_logits:
+            self._logits[self._sampler.is_greedy] = logits
+        self._draw(logits)
 
     def _draw(self, logits: torch.Tensor) -> None:
         self._positions.add_(1)

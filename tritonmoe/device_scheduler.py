@@ -26,16 +26,19 @@ import numpy as np
 import torch
 
 from tritonmoe.counters import Counters
-from tritonmoe.expert_store import ExpertStore
+from tritonmoe.errors import TransferError
+from tritonmoe.expert_store import ExpertStore, expert_name, not_arrived
 from tritonmoe.operations import Operations
 from tritonmoe.policy import Policy
 from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
+from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 from tritonmoe_kernels.planner_state import FREE, HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
 from tritonmoe_kernels.routing import NormRouterOutput
 
 GUARD_STEPS = 32  # between two looks of the guard
+GLIMPSE_S = 5.0  # for a few kilobytes from a device that may be stuck
 
 
 class RoutingTables(NamedTuple):
@@ -97,6 +100,11 @@ class DeviceScheduler:
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._demand: object = None  # when the layer's demand has been fetched
         self._kept: object = None  # what the side branch reads, until it is joined
+        # To look at the state beside a step that does not end, when nothing can be allocated any more.
+        if device.type == "cuda":
+            watched = (self.state.key_of, self.state.copy_epoch, self.state.landed)
+            self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
+            self._watch = torch.cuda.Stream(device)
 
     def load(self, pool: SlotPool) -> None:
         """Take over the pool's slots, of which none may be in flight or pinned."""
@@ -135,8 +143,7 @@ class DeviceScheduler:
 
     def store(self, pool: SlotPool) -> None:
         """Hand the slots back; waits for what is under way."""
-        if self._buffer.is_cuda:
-            torch.cuda.synchronize(self._buffer.device)
+        self.settle()
         header = self.state.header.tolist()
         key_of = self.state.key_of.cpu().numpy().astype(np.int64)
         is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
@@ -145,6 +152,41 @@ class DeviceScheduler:
             header[Header.TICK] // (HALF_LIFE * pool.num_layers) - self.state.uses_period.cpu().numpy()
         )
         pool.adopt(np.where(is_resident, key_of, -1), score, uses, header[Header.TICK])
+
+    def settle(self) -> None:
+        """Wait for whatever was launched; TransferError that names what has not arrived, where that takes too long."""
+        if not self._buffer.is_cuda:
+            return
+        self._side.abandon()  # an interrupted step may have left launches that nobody waits for
+        self._fetch.abandon()
+        event = torch.cuda.Event()
+        event.record()
+        await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=lambda: not_arrived(self.outstanding()))
+        torch.cuda.synchronize(self._buffer.device)
+
+    def outstanding(self) -> list[str]:
+        """The experts whose copy was planned and has not landed, as far as the device still tells."""
+        found = [self.state.key_of, self.state.copy_epoch, self.state.landed]
+        if self._buffer.is_cuda:
+            with torch.cuda.stream(self._watch):  # beside whatever is stuck
+                for landing, tensor in zip(self._landing, found, strict=True):
+                    landing.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            try:
+                await_until(event.query, "a look at the planner's state", GLIMPSE_S)
+            except TransferError:
+                return ["the device does not say what"]
+            found = self._landing
+        key_of, planned, landed = (tensor.numpy() for tensor in found)
+        keys = key_of[(key_of >= 0) & (planned != landed)].tolist()
+        return [expert_name(*divmod(key, self._num_experts)) for key in keys]
+
+    def resident(self, layer_id: int) -> np.ndarray:
+        """[E]: the slots of the layer's experts, -1 where one is not resident; waits for the device."""
+        slots = self.state.slot_of[layer_id].cpu().numpy()
+        is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
+        return np.where((slots >= 0) & is_resident[slots], slots, -1)
 
     def collect(self, counters: Counters) -> None:
         """Add what was counted since the last call."""

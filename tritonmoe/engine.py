@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -14,9 +16,10 @@ import torch
 
 from tritonmoe.architectures import load_spec
 from tritonmoe.chat_template import ChatTemplate
+from tritonmoe.check import StepCheck, make_check, read_option
 from tritonmoe.config_reader import read_json
 from tritonmoe.decode_runner import DecodeRunner
-from tritonmoe.errors import ConfigError, InputError
+from tritonmoe.errors import ConfigError, InputError, is_out_of_memory
 from tritonmoe.generation import Generation, Row
 from tritonmoe.generation_config import sampling_defaults, stop_token_ids
 from tritonmoe.hub import resolve_model
@@ -39,7 +42,8 @@ Prompt = str | Sequence[int]
 
 
 class Engine:
-    """A loaded model.
+    """A loaded model. Threads may share it: they take turns, for a whole `generate` or `score`, and for a token of a
+    `stream`.
 
     >>> engine = Engine.from_pretrained()                        # the embedded model
     >>> engine.generate("Once upon a time").text
@@ -55,8 +59,10 @@ class Engine:
         defaults: SamplingParams,
         max_context: int,
         cache_bytes: int | None = None,
+        check: StepCheck | None = None,
     ) -> None:
-        """`cache_bytes` is the most that KV caches may take together; None: as far as there is memory."""
+        """`cache_bytes` is the most that KV caches may take together; None: as far as there is memory. `check` runs a
+        sample of decode steps again."""
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.chat_template = chat_template
@@ -65,6 +71,9 @@ class Engine:
         self.max_context = max_context
         # Runners of past calls by batch size, kept with their caches and captured steps for calls that they can serve.
         self._idle: dict[int, DecodeRunner] = {}
+        self._lock = threading.RLock()  # slots, scratch and runners are one caller's at a time
+        self._is_closed = False
+        self._check = check
         self._caches = CacheMemory(decoder, cache_bytes, self._idle.clear)
 
     @classmethod
@@ -81,15 +90,19 @@ class Engine:
         progress: bool = False,
         placement: Placement | None = None,
         batch_size: int = 1,
+        check: str | None = None,
     ) -> Engine:
         """Load a model from a folder, from a hub id (`org/name`), or the embedded one ("nano").
 
         `dtype` "auto" is float32 on the CPU, where it is faster, and on a GPU what the checkpoint says. `max_context`
         bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr. `placement`
         says where experts live and how they are fetched; by default on the device where they fit, else in host memory;
-        memory is divided for `batch_size` sequences of `max_context` tokens.
+        memory is divided for `batch_size` sequences of `max_context` tokens. `check` "slots" or "reference" runs one
+        decode step of 16 a second time and raises CheckError where that differs (`tritonmoe.check`); "slots:1" all.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
+        if check is not None:
+            read_option(check)  # refused before anything is loaded
         if model == EMBEDDED and revision is None:
             folder = embedded_folder()
         else:
@@ -110,12 +123,19 @@ class Engine:
         )
         decoder, division = load_decoder(loading, placement or Placement(), limit, batch_size)
         cache_bytes = None if division is None else division.cache_bytes
-        return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes)
+        checked = None if check is None else make_check(check, decoder)
+        return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes, checked)
+
+    def report(self) -> list[str]:
+        """What happened to experts in the last generation, and what `check` has found so far, as lines to print."""
+        return self.decoder.experts.report() + ([] if self._check is None else [self._check.line()])
 
     def close(self) -> None:
         """Give back what experts in host memory hold; the engine must not be used afterwards."""
-        self._idle.clear()
-        self.decoder.experts.close()
+        with self._turn():
+            self._is_closed = True
+            self._idle.clear()
+            self.decoder.experts.close()
 
     def generate(self, prompt: Prompt, params: SamplingParams | None = None) -> Generation:
         """Continue one prompt: a string, which gets the special tokens the tokenizer puts around a plain text,
@@ -128,7 +148,7 @@ class Engine:
             return []
         rows = [self._row(prompt, params) for prompt in prompts]
         try:
-            with self._runner(rows) as runner:
+            with self._turn(), self._runner(rows) as runner:
                 for _ in self._run(rows, runner):
                     pass
         except KeyboardInterrupt:
@@ -147,11 +167,12 @@ class Engine:
         ids = self._prompt_ids(token_ids)
         if len(ids) > self.max_context:
             raise InputError(f"{len(ids)} tokens do not fit in the context of {self.max_context}")
-        cache = self._caches.allocate(1, len(ids))
         scores: list[float] = []
-        for start in range(0, len(ids) - 1, SCORED_CHUNK):
-            end = min(start + SCORED_CHUNK, len(ids) - 1)
-            scores += self._score_chunk(ids, start, end, cache)
+        with self._turn():
+            cache = self._caches.allocate(1, len(ids))
+            for start in range(0, len(ids) - 1, SCORED_CHUNK):
+                end = min(start + SCORED_CHUNK, len(ids) - 1)
+                scores += self._score_chunk(ids, start, end, cache)
         return scores
 
     def _score_chunk(self, ids: list[int], start: int, end: int, cache: KVCache) -> list[float]:
@@ -171,7 +192,7 @@ class Engine:
 
     def session(self) -> Session:
         """An empty conversation cache for `stream`."""
-        return Session(self._caches, self.tokenizer.vocab_size, self.max_context)
+        return Session(self._caches, self._new_runner, self.max_context)
 
     def chat_prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
         """Token ids of a conversation ([{"role": …, "content": …}, …]) as the model's chat template writes it."""
@@ -188,6 +209,8 @@ class Engine:
         return Row(ids, params or self.defaults, self.tokenizer, self.stop_ids, self.max_context)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if self._is_closed:
+            raise InputError("this engine is closed; load the model anew")
         ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
         if not ids or prompt == "":
             raise InputError("the prompt is empty")
@@ -200,52 +223,97 @@ class Engine:
         return ids
 
     @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Nobody else runs the model meanwhile. Out of memory becomes an InputError, after which the engine can be used
+        as before."""
+        device = self.decoder.device
+        with self._lock, torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+            try:
+                yield
+            except (RuntimeError, MemoryError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                traceback.clear_frames(error.__traceback__)  # whose tensors would live as long as the error
+                self._idle.clear()  # caches and captured steps of other calls may be in the way
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                problem = " ".join(str(error).split())[:120]
+                raise InputError(f"out of memory ({problem}); {self._out_of_memory_remedy()}") from None
+
+    def _out_of_memory_remedy(self) -> str:
+        slots = "" if self.decoder.experts.layout is None else "fewer --expert-slots, "
+        return (
+            f"use a shorter prompt, fewer sequences at once, {slots}a smaller --max-context, --max-new-tokens or "
+            "--dtype, or another --device"
+        )
+
+    @contextmanager
     def _runner(self, rows: list[Row]) -> Iterator[DecodeRunner]:
         """A runner for these rows that nobody else uses meanwhile; one of an earlier call where it is large enough."""
-        length = max(row.max_length for row in rows)
-        runner = self._idle.pop(len(rows), None)
-        if runner is None or runner.cache.max_length < length:
-            runner = None  # freed before its successor is allocated
-            if not self._caches.is_planned:  # else those of other batch sizes go where room is short
-                self._idle.clear()
-            # A power of two, so that calls of similar lengths share it.
-            capacity = min(self.max_context, 1 << (length - 1).bit_length())
-            cache = self._caches.allocate(len(rows), capacity if self._caches.has_room(len(rows), capacity) else length)
-            runner = DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size)
+        with self._turn():
+            runner = self._idle_or_new(len(rows), max(row.max_length for row in rows))
         try:
             yield runner
         finally:
             self._idle[len(rows)] = runner
+
+    def _idle_or_new(self, batch: int, length: int) -> DecodeRunner:
+        runner = self._idle.pop(batch, None)
+        if runner is not None and runner.cache.max_length >= length:
+            return runner
+        runner = None  # freed before its successor is allocated
+        if not self._caches.is_planned:  # else those of other batch sizes go where room is short
+            self._idle.clear()
+        # A power of two, so that calls of similar lengths share it.
+        capacity = min(self.max_context, 1 << (length - 1).bit_length())
+        cache = self._caches.allocate(batch, capacity if self._caches.has_room(batch, capacity) else length)
+        return self._new_runner(cache)
+
+    def _new_runner(self, cache: KVCache) -> DecodeRunner:
+        return DecodeRunner(self.decoder, cache, self.tokenizer.vocab_size, check=self._check)
 
     def _run_alone(self, row: Row) -> Generator[list[str], None, None]:
         with self._runner([row]) as runner:
             yield from self._run([row], runner)
 
     def _run_session(self, row: Row, session: Session) -> Generator[list[str], None, None]:
-        runner = session.runner(row.max_length)
-        row.num_reused = row.num_cached = session.reuse(row.token_ids)
-        session.token_ids = row.token_ids[: row.num_cached]
+        user = object()
         try:
-            yield from self._run([row], runner)
+            with self._turn():
+                if session.user is not None:
+                    raise InputError("another stream continues this conversation; end or close that one first")
+                session.user = user
+                runner = session.runner(row.max_length)
+                row.num_reused = row.num_cached = session.reuse(row.token_ids)
+                session.token_ids = row.token_ids[: row.num_cached]
+            try:
+                yield from self._run([row], runner)
+            finally:
+                session.token_ids = row.token_ids[: row.num_cached]
         finally:
-            session.token_ids = row.token_ids[: row.num_cached]
+            if session.user is user:
+                session.user = None
 
     def _run(self, rows: list[Row], runner: DecodeRunner) -> Iterator[list[str]]:
         """Prefill each row, then step all rows together; yields the new text of every row after each step."""
-        self.decoder.experts.begin()
-        logits = torch.cat([self._prefill(row, runner.cache.rows(i, 1)) for i, row in enumerate(rows)])
-        runner.begin([row.token_ids for row in rows], [row.params for row in rows])
-        runner.sample(logits)
-        yield [row.append(token) for row, token in zip(rows, runner.tokens(), strict=True)]
+        with self._turn():
+            self.decoder.experts.begin()
+            logits = torch.cat([self._prefill(row, runner.cache.rows(i, 1)) for i, row in enumerate(rows)])
+            runner.begin([row.token_ids for row in rows], [row.params for row in rows])
+            runner.sample(logits)
+            texts = [row.append(token) for row, token in zip(rows, runner.tokens(), strict=True)]
+        yield texts
         steps = max(row.max_length - len(row.token_ids) for row in rows)
         launched = taken = 0
         while not all(row.finished for row in rows):
-            # On a GPU one step ahead: it starts the next one without waiting for the host to see this one's tokens.
-            while launched < min(steps, taken + 1 + runner.lookahead):
-                runner.launch()
-                launched += 1
-            taken += 1
-            yield self._take(rows, runner.tokens())
+            with self._turn():
+                # On a GPU one step ahead: it starts the next one without waiting for the host to see this one's tokens.
+                while launched < min(steps, taken + 1 + runner.lookahead):
+                    runner.launch()
+                    launched += 1
+                taken += 1
+                texts = self._take(rows, runner.tokens())
+            yield texts
 
     def _take(self, rows: list[Row], tokens: list[int]) -> list[str]:
         """Append a step's tokens to the rows that have not ended."""

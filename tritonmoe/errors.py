@@ -3,13 +3,17 @@ to change."""
 
 from __future__ import annotations
 
+EXIT_FAULT = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 MAX_MESSAGE = 1000  # characters: a path and what a file says, not a whole file
+EXIT_TERMINATED = 143  # 128 + SIGTERM
 
 
 class TritonMoeError(Exception):
     """Bad input or an environment that cannot serve it; `str(error)` is one clear line for the user."""
+
+    exit_code = EXIT_BAD_INPUT
 
     def __init__(self, message: object = "") -> None:
         super().__init__(printable(str(message)))
@@ -45,3 +49,23 @@ class HubError(TritonMoeError):
 
 class InputError(TritonMoeError):
     """A prompt or an option that cannot be used."""
+
+
+class TransferError(TritonMoeError):
+    """Something on the way between host memory and the device that failed, or did not end in time."""
+
+
+class CheckError(TritonMoeError):
+    """A decode step that --check found to be wrong: a fault of tritonmoe, or of the machine."""
+
+    exit_code = EXIT_FAULT
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """torch has a type of its own for the GPU (a RuntimeError); on the host only the text tells."""
+    text = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or any(part in text for part in ("can't allocate memory", "bad_alloc", "can't start new thread"))
+    )

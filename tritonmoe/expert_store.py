@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 ALIGNMENT_BYTES = 256
 ARENA_BYTES = 16 << 30  # few registrations, of about a second each
 MAPPED_BYTES = 4 * HUGE_PAGE_BYTES  # from here on `empty_tensor` maps pages that nothing else shares
+NAMED = 5  # experts in a message
 REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2  # cudaHostRegister: for every device, and readable by kernels
 
 
@@ -189,6 +190,17 @@ class ExpertStore:
         """Unregister the memory, from which no copy may be under way. The records stay readable, pageable."""
         self.is_pinned = False
         _unregister(self._registered)
+
+
+def expert_name(layer_id: int, expert: int) -> str:
+    """An expert in a message."""
+    return f"expert {expert} of layer {layer_id}"
+
+
+def not_arrived(names: list[str]) -> str:
+    """What follows a message about something that did not end."""
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f" (not arrived: {', '.join(names[:NAMED]) or 'nothing'}{more})"
 
 
 def _group(counts: dict[int, int], limit: int) -> list[list[int]]:

@@ -16,12 +16,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError, printable
+from tritonmoe.errors import (
+    EXIT_BAD_INPUT,
+    EXIT_INTERRUPTED,
+    InputError,
+    TritonMoeError,
+    is_out_of_memory,
+    printable,
+)
 from tritonmoe.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
   0    done
-  1    a fault of tritonmoe itself (please report the traceback)
+  1    a fault of tritonmoe itself (please report the traceback), or what --check found
   2    bad input or an environment that cannot serve it; one line on stderr says what to change
   130  interrupted by Ctrl-C
 """
@@ -91,6 +98,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     group.add_argument("--no-check-weights", action="store_true", help="load weights with NaN or infinite values")
     group.add_argument("--no-check-memory", action="store_true", help="load even if memory seems too small")
+    group.add_argument(
+        "--check",
+        metavar="slots|reference[:N]",
+        help="run one decode step of N (default 16) again and stop where it differs: to the bit with each expert "
+        "fetched anew, or within a tolerance in float32 on the CPU",
+    )
     group.add_argument("--no-stream", action="store_true", help="print the text once it is complete")
     group.add_argument("--json", action="store_true", help="print one JSON object (a line per prompt) instead of text")
     group = parser.add_argument_group("experts in host memory (defaults: those of --policy)")
@@ -131,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = build_parser().parse_args(argv)
         return _import_run()(options)
     except TritonMoeError as error:
-        return _fail(str(error))
+        return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -144,7 +157,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _discard_stdout()
         return _fail(f"the output cannot be written: {error.strerror}")
     except (RuntimeError, MemoryError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         return _fail(
             f"out of memory ({' '.join(str(error).split())[:120]}); "
@@ -167,25 +180,14 @@ def _import_run() -> Callable[[argparse.Namespace], int]:
     return run
 
 
-def _fail(message: str) -> int:
+def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return EXIT_BAD_INPUT
+    return code
 
 
 def _discard_stdout() -> None:
     """Python would complain again when it flushes what is left at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """torch has a type of its own for the GPU (a RuntimeError); on the host only the text tells."""
-    text = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or "can't allocate memory" in text
-        or "can't start new thread" in text
-    )
 
 
 if __name__ == "__main__":

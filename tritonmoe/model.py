@@ -29,8 +29,8 @@ class Decoder:
         self.weights = weights
         self.device = weights.embedding.device
         self.dtype = weights.embedding.dtype
-        self._ops = operations(self.device) if ops is None else ops
-        self.experts = Experts(self._ops, spec, weights) if experts is None else experts
+        self.operations = operations(self.device) if ops is None else ops
+        self.experts = Experts(self.operations, spec, weights) if experts is None else experts
         ropes = {layer.attention.rope for layer in spec.layers}
         self._inv_freq = {rope: inverse_frequencies(rope).to(self.device) for rope in ropes}
 
@@ -74,7 +74,7 @@ class Decoder:
 
     def _layers(self, token_ids: torch.Tensor, tokens: Tokens, cache: KVCache) -> torch.Tensor:
         """token_ids [B · T] -> residual [B · T, H] after the last layer."""
-        spec, ops = self.spec, self._ops
+        spec, ops = self.spec, self.operations
         residual = F.embedding(token_ids, self.weights.embedding)
         if spec.embedding_multiplier != 1.0:
             residual = residual * spec.embedding_multiplier
@@ -101,8 +101,8 @@ class Decoder:
         residual = residual.contiguous()
         if streams(len(residual), head):
             out = torch.empty(len(residual), len(head), dtype=torch.float32, device=self.device)
-            logits = self._ops.linear(residual, head, None, norm, epsilon, out=out)
+            logits = self.operations.linear(residual, head, None, norm, epsilon, out=out)
         else:
-            _, x = self._ops.add_rms_norm(residual, None, norm, epsilon)
+            _, x = self.operations.add_rms_norm(residual, None, norm, epsilon)
             logits = product(x, head, to_float=True)  # not rounded to 16 bits on the way
         return logits if self.spec.logits_divisor == 1.0 else logits / self.spec.logits_divisor

@@ -76,6 +76,10 @@ class Experts:
     def close(self) -> None:
         """Give back what is held outside the weights."""
 
+    def outstanding(self) -> str:
+        """What a step may be waiting for, to follow a message; empty where there is no such thing."""
+        return ""
+
     def report(self) -> list[str]:
         """What happened to experts since the last `begin`, as lines to print."""
         return []
@@ -129,6 +133,19 @@ class Experts:
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, multiplier)
         logits = reference.router_logits(x, weights.router, weights.router_bias)
         return NormRouterOutput(residual, x, logits, *self._ops.route_topk(logits, rule, weights.selection_bias))
+
+    def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The true router's weights on other experts than it chose, made as it makes its own."""
+        router = self._moe(layer_id)[0].router
+        return reference.gate_weights(
+            logits,
+            ids.long(),
+            router.score,
+            router.renormalize,
+            router.renorm_epsilon,
+            router.renorm_minimum,
+            router.scale,
+        )
 
     def _run_slots(
         self,

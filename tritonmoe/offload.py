@@ -17,7 +17,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -26,8 +26,8 @@ import torch
 from tritonmoe.copy_engine import DEPTH, CopyEngine, Priority, copy_engine
 from tritonmoe.counters import Counters
 from tritonmoe.device_scheduler import GUARD_STEPS, DeviceScheduler, RoutingTables, device_addresses
-from tritonmoe.errors import InputError
-from tritonmoe.expert_store import ExpertStore
+from tritonmoe.errors import InputError, is_out_of_memory
+from tritonmoe.expert_store import ExpertStore, expert_name, not_arrived
 from tritonmoe.moe import Experts, routing_rule
 from tritonmoe.operations import Operations
 from tritonmoe.policy import Policy, minimum_slots
@@ -36,8 +36,8 @@ from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.scheduler import Plan, Scheduler, Wave
 from tritonmoe.slot_pool import SlotPool
 from tritonmoe.spec import ModelSpec
+from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 from tritonmoe.weights import ModelWeights
-from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
 logger = logging.getLogger(__name__)
@@ -147,8 +147,8 @@ class OffloadedExperts(Experts):
         self.prefill_counters = Counters(len(spec.layers), store.layout.num_bytes)
         self.scheduler = Scheduler(self.pool, self.counters)
         self._make_copies = make_copies
-        self._buffer, self.copies = self._make_slots(num_slots)
-        self._slots = store.layout.views(self._buffer)
+        self._resizes = 0
+        self._make_slots(num_slots)
         self._guesses: dict[int, SpeculateOutput] = {}
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
         self._device: DeviceScheduler | None = None  # that holds the slots now; else the pool does
@@ -163,7 +163,6 @@ class OffloadedExperts(Experts):
         self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
         self.is_capturable = not measure
-        self._resizes = 0
         self._is_closed = False
 
     @property
@@ -272,10 +271,12 @@ class OffloadedExperts(Experts):
         if self._is_closed:
             return
         self._is_closed = True
-        if self._buffer.is_cuda:  # fetches may be under way on the device's own branch
-            torch.cuda.synchronize(self._buffer.device)
-        self.copies.close()
-        self._store.close()
+        try:
+            if self._device is not None:  # whose fetches are under way on a branch of their own
+                self._device.settle()
+            self.copies.close()
+        finally:
+            self._store.close()
 
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill and self._device is not None:
@@ -304,6 +305,34 @@ class OffloadedExperts(Experts):
             self._add_waits(self.scheduler.counters)
             self.scheduler.counters = counters
 
+    def beside(
+        self,
+        num_slots: int,
+        policy: Policy,
+        predictor: Predictor,
+        make_copies: Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine],
+    ) -> OffloadedExperts:
+        """The same experts in slots of their own, planned on the host."""
+        return OffloadedExperts(
+            self._ops, self._spec, self._weights, self._store, num_slots, policy, predictor, self._defaults,
+            make_copies=make_copies, plan_on_device=False,
+        )  # fmt: skip
+
+    def differing_slot(self, layer_id: int, experts: Iterable[int]) -> tuple[int, int, int] | None:
+        """The first of these experts whose slot does not hold its record: expert, slot, first byte that differs.
+
+        Experts that are in no slot (any more) are passed over. For between two steps; waits for the device.
+        """
+        slots = self.pool.resident(layer_id) if self._device is None else self._device.resident(layer_id)
+        for expert in experts:
+            slot = int(slots[expert])
+            if slot >= 0:
+                held = self._buffer[slot].view(torch.uint8)
+                record = self._store.record(layer_id, expert).view(torch.uint8).to(held.device)
+                if not torch.equal(held, record):
+                    return expert, slot, int((held != record).nonzero()[0])
+        return None
+
     def settle(self) -> None:
         """Give up what is foretold and wait for what is under way: between generations."""
         self._take_back()
@@ -317,21 +346,44 @@ class OffloadedExperts(Experts):
         self._is_torn = False
 
     def resize(self, num_slots: int) -> None:
-        """Another number of slots, all empty; between generations."""
+        """Another number of slots, all empty; between generations.
+
+        Where memory does not hold them there are as many as before, or else half of that and so on, and a line says so.
+        """
         self.settle()
-        self.copies.close()
-        self.scheduler.resize(num_slots)
-        moved = self.copies.num_copies
-        self._devices.clear()
-        del self._buffer, self._slots, self.copies  # freed before as many again are allocated
-        self._buffer, self.copies = self._make_slots(num_slots)
-        self._slots = self._store.layout.views(self._buffer)
-        self.copies.num_copies = moved
+        self._is_torn = True  # until there are as many slots as the pool says
+        former = self.pool.num_slots
+        self._free_slots()
+        self._take_slots(num_slots, former)
+        self._is_torn = False
+
+    def _free_slots(self) -> None:
+        """Before others are allocated; what relies on them goes, too."""
         self._resizes += 1
+        self.copies.close()
+        self._devices.clear()
+        self._make_slots(0)
+
+    def _take_slots(self, wanted: int, former: int) -> None:
+        for size in (wanted, *(former >> halved for halved in range(former.bit_length()))):
+            self.scheduler.resize(size)
+            try:
+                self._make_slots(size)
+            except (RuntimeError, MemoryError) as problem:
+                if not is_out_of_memory(problem):
+                    raise
+                continue
+            if size != wanted:
+                logger.warning("out of memory: %d expert slots could not be had; there are %d", wanted, size)
+            return
+        raise InputError("out of memory: not one expert slot could be had; free some of the device's and try again")
 
     def _start_afresh(self) -> None:
         """Forget every slot: what an exception interrupted cannot be told from what it did not."""
         self.copies.reset()
+        if len(self._buffer) != self.pool.num_slots:  # it was a resize
+            self._free_slots()
+            self._take_slots(self.pool.num_slots, self.pool.num_slots)
         self.pool = SlotPool(self.pool.num_slots, len(self._spec.layers), self._num_experts, self.policy.eviction)
         self.scheduler = Scheduler(self.pool, self.counters)
         self.copies.landed = self.pool.landed
@@ -346,10 +398,23 @@ class OffloadedExperts(Experts):
             if self.copies.cancel(slot, epoch):
                 self.scheduler.abort(slot, epoch)
 
-    def _make_slots(self, num_slots: int) -> tuple[torch.Tensor, CopyEngine]:
-        shape = (num_slots, self._store.layout.num_bytes)
-        buffer = torch.empty(shape, dtype=torch.uint8, device=self._weights.embedding.device)
-        return buffer, self._make_copies(buffer, self.pool.landed)
+    def _make_slots(self, num_slots: int) -> None:
+        layout, device = self._store.layout, self._weights.embedding.device
+        buffer = torch.empty((num_slots, layout.num_bytes), dtype=torch.uint8, device=device)
+        copies = self._make_copies(buffer, self.pool.landed)
+        copies.name = self._owner
+        copies.num_copies = self.copies.num_copies if self._resizes else 0
+        self._buffer, self._slots, self.copies = buffer, layout.views(buffer), copies
+
+    def _owner(self, slot: int) -> str:
+        """What the pool has put into a slot, for messages."""
+        key = int(self.pool.key_of[slot]) if slot < self.pool.num_slots else -1
+        return f"slot {slot}" if key < 0 else expert_name(*divmod(key, self._num_experts))
+
+    def outstanding(self) -> str:
+        """What has not arrived yet, for whoever waited for too long."""
+        found = self.copies.under_way() if self._device is None else self._device.outstanding()
+        return not_arrived(found)
 
     def _route(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> NormRouterOutput:
         guess = self._guesses.pop(layer_id, None)
@@ -380,19 +445,6 @@ class OffloadedExperts(Experts):
         """Count how far what is executed agrees with what the router would have chosen on the same residual."""
         ids, weights = true.topk_ids.cpu().numpy(), true.topk_weights.cpu().numpy()
         self.counters.foretell(layer_id, guess.ids.cpu().numpy(), ids, weights)
-
-    def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """The true router's weights on other experts than it chose, made as it makes its own."""
-        router = self._moe(layer_id)[0].router
-        return reference.gate_weights(
-            logits,
-            ids.long(),
-            router.score,
-            router.renormalize,
-            router.renorm_epsilon,
-            router.renorm_minimum,
-            router.scale,
-        )
 
     def _compute(self, layer_id: int, routed: NormRouterOutput, out: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill:
@@ -513,8 +565,8 @@ class OffloadedExperts(Experts):
         if self._weights.embedding.is_cuda:
             event = torch.cuda.Event()
             event.record()
-            while not event.query():
-                self.copies.pump()
+            what = "what was launched on the device"
+            await_until(event.query, what, STEP_TIMEOUT_S, self.copies.pump, self.outstanding)
 
     def _await(self, turn: Turn) -> None:
         """Order what is launched next behind the copies that the layer waits for."""

@@ -33,7 +33,7 @@ class CacheMemory:
         self.decoder = decoder
         self._planned_bytes = planned_bytes
         self._release_idle = release_idle
-        self._held_bytes = 0
+        self._held: dict[object, int] = {}  # bytes of each cache alive; any thread may drop the last reference to one
 
     @property
     def is_planned(self) -> bool:
@@ -60,13 +60,14 @@ class CacheMemory:
                 f"{planned} were set aside for KV caches; use a smaller --max-context or --max-new-tokens, or a larger "
                 "--gpu-memory"
             )
-        cache = allocate_cache(self.decoder, batch, length)
-        self._held_bytes += num_bytes
-        weakref.finalize(cache, self._give_back, num_bytes).atexit = False
+        cache, token = allocate_cache(self.decoder, batch, length), object()
+        self._held[token] = num_bytes
+        weakref.finalize(cache, self._held.pop, token).atexit = False
         return cache
 
-    def _give_back(self, num_bytes: int) -> None:
-        self._held_bytes -= num_bytes
+    @property
+    def _held_bytes(self) -> int:
+        return sum(list(self._held.values()))
 
     def _num_bytes(self, batch: int, length: int) -> int:
         return batch * length * kv_bytes_per_token(self.decoder.spec, self.decoder.dtype)
@@ -75,12 +76,13 @@ class CacheMemory:
 class Session:
     """One sequence whose cache grows as needed, up to `max_length`, and survives from call to call."""
 
-    def __init__(self, memory: CacheMemory, vocab_size: int, max_length: int) -> None:
+    def __init__(self, memory: CacheMemory, make_runner: Callable[[KVCache], DecodeRunner], max_length: int) -> None:
         self._memory = memory
-        self._vocab_size = vocab_size
+        self._make_runner = make_runner
         self._max_length = max_length
         self._runner: DecodeRunner | None = None
         self.token_ids: list[int] = []  # whose keys and values the cache holds
+        self.user: object | None = None  # whose stream has not ended
 
     def reuse(self, prompt_ids: list[int]) -> int:
         """How many tokens at the start of `prompt_ids` are already cached (at most all but the last)."""
@@ -106,7 +108,7 @@ class Session:
             for new, past in zip(grown.keys + grown.values, old.keys + old.values, strict=True):
                 new[:, :, : old.max_length] = past
         # Last, so that an interrupt leaves the old one with `token_ids` still true of it.
-        self._runner = DecodeRunner(self._memory.decoder, grown, self._vocab_size)
+        self._runner = self._make_runner(grown)
         return self._runner
 
 

@@ -93,6 +93,11 @@ class SlotPool:
         slot_of = self._slot_of
         return [slot_of[key] for key in self._keys(layer, experts)]
 
+    def resident(self, layer: int) -> np.ndarray:
+        """[E]: the slots of the layer's experts, -1 where one is not resident."""
+        slots = self.slot_of[layer]
+        return np.where((slots >= 0) & (self.state[slots] == RESIDENT), slots, -1)
+
     def is_resident(self, slot: int) -> bool:
         """Whether the last byte of the slot's record has landed."""
         return self._state[slot] == RESIDENT
