@@ -20,6 +20,7 @@ LAYERS = (
     ("config_reader", "memory", "sampling", "kv_cache", "rope", "operations", "policy", "scheduler"),
     ("architectures", "checkpoint", "weights", "tokenizer", "chat_template", "device_sampling"),
     ("expert_store", "default_vectors"),
+    ("estimator", "hybrid"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),
     ("device_scheduler",),

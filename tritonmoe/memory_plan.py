@@ -122,13 +122,14 @@ def plan(
     max_context: int,
     batch: int = 1,
     expert_slots: str | None = None,
+    estimator_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` for a model in `dtype` and `batch` sequences of up to `max_context` tokens.
 
     `policy` is the effective one, `expert_slots` the option's text. Raises InputError where it does not fit: one line
     that says what is needed and which option to change.
     """
-    division = _Division(spec, dtype, device, policy, max_context, batch)
+    division = _Division(spec, dtype, device, policy, max_context, batch, estimator_bytes)
     if policy.is_resident:
         if expert_slots is not None:
             raise InputError("--expert-slots has no effect with --policy resident; leave it out, or use --policy exact")
@@ -146,10 +147,17 @@ class _Division:
     """A division under way: what a model needs for a given context, and what is then left for experts."""
 
     def __init__(
-        self, spec: ModelSpec, dtype: torch.dtype, device: torch.device, policy: Policy, max_context: int, batch: int
+        self,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        device: torch.device,
+        policy: Policy,
+        max_context: int,
+        batch: int,
+        estimator_bytes: int,
     ) -> None:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
-        self._max_context, self._batch = max_context, batch
+        self._max_context, self._batch, self._estimator_bytes = max_context, batch, estimator_bytes
         self._num_experts = sum(moe.num_experts for moe in spec.moe_layers.values())
         self._weight_bytes = weight_bytes(spec, dtype, with_experts=False)
         all_experts = weight_bytes(spec, dtype) - self._weight_bytes
@@ -201,6 +209,7 @@ class _Division:
             (f"KV cache of {batch} x {context} tokens", self._kv_bytes(context)),
             ("workspace of a prefill step", step_bytes(spec, self._device, dtype, context)),
             ("default vectors", self._vector_bytes()),
+            ("estimator", self._estimator_bytes),
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]

@@ -79,7 +79,16 @@ def kernels() -> Operations:
     except ImportError:
         raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
     from tritonmoe_kernels import (
-        attention, estimate, expert_gemm, fetch, linear, norm_router, plan, recall, rope_qk, speculate,
+        attention,
+        estimate,
+        expert_gemm,
+        fetch,
+        linear,
+        norm_router,
+        plan,
+        recall,
+        rope_qk,
+        speculate,
     )  # fmt: skip
 
     return Operations(

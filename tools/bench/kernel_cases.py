@@ -141,7 +141,6 @@ def speculation(hidden: int, experts: int, rule: Routing, dtype: torch.dtype) ->
     return Case(launches, routers[0].nbytes + (2 + rule.top_k) * residual.nbytes)
 
 
-
 def estimation(hidden: int, width: int, inner: int, experts: int, dtype: torch.dtype) -> Case:
     """A layer's estimate; each launch has a network of its own, though in a step all layers share one."""
     sizes = (width, hidden), (width,), (inner, width), (width, inner), (width,), (width,), (experts, width)
