@@ -179,9 +179,7 @@ def test_without_default_vectors() -> None:
 @pytest.mark.parametrize(("preset", "maker"), [("est-pf", "train_estimator.py"), ("hybrid-pf", "--choose-hybrid")])
 def test_trained_predictors_need_their_file(preset: str, maker: str) -> None:
     policy = resolve(preset)
-    with pytest.raises(
-        InputError, match=f"^--predict {policy.predictor} needs a file made .* by .*{maker}"
-    ):
+    with pytest.raises(InputError, match=f"^--predict {policy.predictor} needs a file made .* by .*{maker}"):
         policy.effective(True)
     assert policy.effective(True, [policy.predictor]) == (policy, None)
     assert policy.effective(False, [policy.predictor]) == (policy, None)  # trained without them, or refused by its file

@@ -28,9 +28,11 @@ def estimate_ref(
     base: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`estimate` in torch, for any T and differentiable: rounded to q's dtype between its products, as the kernel is;
-    `out` is not used."""
-    hidden = F.linear(q, weights.into, weights.layer)
+    """`estimate` in torch, for any T and differentiable: rounded to q's dtype between its products, as the kernel is.
+
+    `weights.layer` may be [T, D], a layer for each token; `out` is not used.
+    """
+    hidden = F.linear(q, weights.into) + weights.layer
     inner = hidden + F.linear(F.silu(F.linear(hidden, weights.up)), weights.down)
     normed = F.layer_norm(inner, inner.shape[-1:], weights.norm_weight, weights.norm_bias, LAYER_NORM_EPSILON)
     logits = F.linear(normed, weights.head).float()
