@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -54,12 +55,13 @@ def build_parser() -> argparse.ArgumentParser:
     group = parser.add_argument_group("training")
     group.add_argument("--tokens", type=int, default=4_000_000, metavar="N", help="text again if short (%(default)s)")
     group.add_argument("--held-out", type=int, default=16_384, metavar="N", help="at most N tokens (%(default)s)")
-    for name, what in (("block", "tokens held at once"), ("passes", "over each block"), ("batch", "states of a step")):
-        group.add_argument(
-            f"--{name}", type=int, default=getattr(Recipe, name), metavar="N", help=f"{what} (%(default)s)"
-        )
+    for name, what in {"block": "tokens held at once", "passes": "over a block", "batch": "states of a step"}.items():
+        size = getattr(Recipe, name)
+        group.add_argument(f"--{name}", type=int, default=size, metavar="N", help=f"{what} (%(default)s)")
+    group.add_argument("--check-tokens", type=int, default=Recipe.check_tokens, metavar="N", help="between two looks")
     group.add_argument("--lr", type=float, default=Recipe.lr, help="(default: %(default)s)")
     group.add_argument("--patience", type=int, default=Recipe.patience, metavar="N", help="looks without gain")
+    group.add_argument("--minutes", type=float, default=math.inf, help="end after so long, whatever was reached")
     group.add_argument("--seed", type=int, default=Recipe.seed)
     return parser
 
@@ -127,15 +129,8 @@ def train(subject: Subject, options: argparse.Namespace) -> tuple[Distillation, 
     spec, length = subject.decoder.spec, model.window_length(subject, options.max_context)
     windows, held_out = read_windows(subject, options, length)
     width = options.width or spec.hidden_size // 2
-    recipe = Recipe(
-        options.tokens,
-        options.block,
-        options.passes,
-        options.batch,
-        options.lr,
-        options.seed,
-        patience=options.patience,
-    )
+    sizes = options.tokens, options.block, options.passes, options.batch
+    recipe = Recipe(*sizes, options.lr, options.seed, options.check_tokens, options.patience)
     with torch.inference_mode(False):
         network = Estimator.initial(
             spec, width, options.inner or 4 * width, not options.plain, subject.vectors_identity, options.seed
@@ -146,14 +141,14 @@ def train(subject: Subject, options: argparse.Namespace) -> tuple[Distillation, 
     kept: list[Block] = list(blocks(states, chunks(subject.decoder, aside, length), recipe.block))
     stream = blocks(states, chunks(subject.decoder, repeated(windows, options.tokens), length), recipe.block)
     with tqdm(total=options.tokens, unit="token", desc="training", disable=None, leave=False) as bar:
-        for tokens in training.run(stream, kept):
+        for tokens in training.run(stream, kept, options.minutes):
             bar.update(tokens)
             bar.set_postfix(divergence=f"{training.log.checks[-1]['divergence']:.4f}")
     return training, aside
 
 
 def run(options: argparse.Namespace) -> None:
-    for name in ("tokens", "held_out", "block", "passes", "batch", "patience"):
+    for name in ("tokens", "held_out", "block", "passes", "batch", "check_tokens", "patience"):
         if getattr(options, name) < 1:
             raise InputError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if not options.out.parent.is_dir():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,11 +51,16 @@ class Subject:
         )
 
     def predictor(
-        self, kind: str, estimator: Estimator | None = None, lookahead: int = 1, extra: int = 0
+        self,
+        kind: str,
+        estimator: Estimator | None = None,
+        lookahead: int = 1,
+        extra: int = 0,
+        kinds: Mapping[int, str] | None = None,
     ) -> RouterPredictor:
-        """What foretells every layer in one way; `extra` ids beyond the model's k."""
+        """What foretells every layer in one way, or as `kinds` says; `extra` ids beyond the model's k."""
         decoder = self.decoder
-        kinds = dict.fromkeys(list(decoder.spec.moe_layers)[1:], kind)
+        kinds = kinds or dict.fromkeys(list(decoder.spec.moe_layers)[1:], kind)
         ops = operations(decoder.device)
         return RouterPredictor(ops, decoder.spec, decoder.weights, lookahead, extra, self.defaults, estimator, kinds)
 
