@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tritonmoe.predictors import Predictor
 from tritonmoe_kernels.routing import NormRouterOutput, SpeculateOutput
 
 from .routings import Chunk
@@ -75,11 +76,11 @@ class RecallTable:
         }
 
 
-def measure(predictors: Mapping[str, object], chunks: Iterable[Chunk]) -> RecallTable:
-    """Every predictor's recall of the next layer's ids; each has `guess_prompt` of `tritonmoe.predictors`."""
+def measure(predictors: Mapping[str, Predictor], chunks: Iterable[Chunk]) -> RecallTable:
+    """Every predictor's recall of later layers' ids."""
     table = RecallTable()
     for chunk in chunks:
         for layer in chunk.routed:
             for name, predictor in predictors.items():
-                table.add_guesses(name, predictor.guess_prompt(layer, chunk.routed[layer]), chunk)  # type: ignore[attr-defined]
+                table.add_guesses(name, predictor.guess_prompt(layer, chunk.routed[layer]), chunk)
     return table
