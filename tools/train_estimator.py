@@ -179,9 +179,9 @@ def lines_of(recall: dict[str, dict[str, dict[str, float]]], facts: dict[str, An
     for layer in recall["estimator"]:
         lines.append(f"{layer:>5}" + "".join(f"{100 * rows[layer]['recall']:>13.1f}%" for rows in recall.values()))
     log = facts["log"]
-    ended = ", ended early" if log["stopped_early"] else ""
     lines.append(
-        f"{log['tokens']:,} tokens: {log['collect_s']:.0f} s of reading, {log['train_s']:.0f} s of training{ended}"
+        f"{log['tokens']:,} tokens: {log['collect_s']:.0f} s of reading, {log['train_s']:.0f} s of training; "
+        f"ended by {log['ended_by']}"
     )
     return lines
 

@@ -60,7 +60,7 @@ class Log:
     tokens: int = 0
     steps: int = 0
     checks: list[dict[str, float]] = field(default_factory=list)
-    stopped_early: bool = False
+    ended_by: str = "tokens"  # or "patience", or "minutes"
 
 
 def blocks(predictor: RouterPredictor, chunks: Iterable[Chunk], size: int) -> Iterator[Block]:
@@ -139,7 +139,7 @@ class Distillation:
                 waiting = 0 if self._look(held_out) else waiting + 1
             yield tokens
             if waiting >= self.recipe.patience or log.collect_s + log.train_s > 60 * minutes:
-                log.stopped_early = True
+                log.ended_by = "patience" if waiting >= self.recipe.patience else "minutes"
                 break
             began = time.perf_counter()
         self._look(held_out)
