@@ -13,6 +13,7 @@ what is computed depends on slots, sequences run one at a time with every share 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import tempfile
@@ -35,7 +36,7 @@ from provenance import provenance
 from tqdm import tqdm
 
 from nano.tasks import Task
-from tritonmoe import Generation, SamplingParams
+from tritonmoe import Engine, Generation, SamplingParams
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.hybrid import load_hybrid
 from tritonmoe.placement import HYBRID
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--windows", type=int, default=32, metavar="N", help="for perplexity (%(default)s)")
     group.add_argument("--items", type=int, default=500, metavar="N", help="of each task file (%(default)s)")
     group.add_argument("--slot-items", type=int, default=50, metavar="N", help="where slots matter (%(default)s)")
+    group.add_argument("--slot-windows", type=int, default=4, metavar="N", help="likewise (%(default)s)")
     group.add_argument("--prompts", type=int, default=16, metavar="N", help="for bytes and hits (%(default)s)")
     group.add_argument("--batch", type=int, default=16, metavar="N", help="sequences at once, up to 16 (%(default)s)")
     group.add_argument("--slots", default="10%,25%,50%", metavar="P%,…", help="shares of all experts (%(default)s)")
@@ -130,7 +132,8 @@ class Policies:
     def __init__(self, options: argparse.Namespace, tasks: dict[str, list[Task]], windows: list[list[int]]) -> None:
         self._options, self._tasks, self._windows = options, tasks, windows
         self._engine_options = {"dtype": options.dtype, "device": options.device, "max_context": options.max_context}
-        self._baseline: dict[tuple[str, int], list[Generation]] = {}
+        self._baseline: dict[tuple[str, int], list[Generation]] = {}  # by task file and batch
+        self._baseline_text: dict[tuple[int, int], dict[str, float]] = {}  # by windows and batch
 
     def rows(self) -> Iterator[dict[str, Any]]:
         for text in [RESIDENT, *self._options.policies.split(",")]:
@@ -142,38 +145,52 @@ class Policies:
                 yield self._row(asked, "100%", self._options.batch, self._options.items)
 
     def _row(self, asked: Asked, slots: str, batch: int, items: int) -> dict[str, Any]:
-        engine = running.open_engine(self._options.model, asked, slots, batch, self._engine_options)
         row: dict[str, Any] = {"policy": asked.text, "description": str(asked.policy), "batch": batch, "slots": slots}
-        if self._windows:
-            windows = self._windows if batch > 1 else self._windows[: max(1, len(self._windows) // 8)]
-            row["text"] = running.perplexity(engine, windows, batch)
         row["tasks"] = {}
-        for name, tasks in self._tasks.items():
-            chosen = tasks[:items]
-            found = running.answers(engine, chosen, batch)
-            if asked == BASELINE:
-                self._baseline[name, batch] = found
-            row["tasks"][name] = running.accuracy(chosen, found, self._baseline_of(name, batch, chosen))
-            print(f"{asked.text} {slots} {name} {row['tasks'][name]['accuracy']:.3f}", flush=True)
-        engine.close()
+        with self._opened(asked, slots, batch) as engine:
+            if self._windows:
+                count = self._options.slot_windows if asked.depends_on_slots else len(self._windows)
+                row["text"] = self._text(engine, asked, count, batch)
+            for name, tasks in self._tasks.items():
+                found = running.answers(engine, tasks[:items], batch)
+                if asked == BASELINE:
+                    self._baseline[name, batch] = found
+                expected = self._baseline_of(name, batch, tasks[:items])
+                row["tasks"][name] = running.accuracy(tasks[:items], found, expected)
+                print(f"{asked.text} {slots} {name} {row['tasks'][name]['accuracy']:.3f}", flush=True)
         if asked != BASELINE:
             shares = [slots] if asked.depends_on_slots else self._options.slots.split(",")
             row["traffic"] = {share: self._traffic(asked, share) for share in shares}
         return row
 
+    def _text(self, engine: Engine, asked: Asked, count: int, batch: int) -> dict[str, float]:
+        """Perplexity over the first windows, with the baseline's over the same ones."""
+        found = running.perplexity(engine, self._windows[:count], batch)
+        if asked == BASELINE:
+            self._baseline_text[count, batch] = found
+        if (count, batch) not in self._baseline_text:
+            with self._opened(BASELINE, "", batch) as other:
+                self._baseline_text[count, batch] = running.perplexity(other, self._windows[:count], batch)
+        return {**found, "baseline_perplexity": self._baseline_text[count, batch]["perplexity"]}
+
+    @contextlib.contextmanager
+    def _opened(self, asked: Asked, slots: str, batch: int) -> Iterator[Engine]:
+        engine = running.open_engine(self._options.model, asked, slots, batch, self._engine_options)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
     def _baseline_of(self, name: str, batch: int, tasks: list[Task]) -> list[Generation]:
         """The baseline's answers in batches of the same size, whose sums round in the same way."""
         if (name, batch) not in self._baseline:
-            engine = running.open_engine(self._options.model, BASELINE, "", batch, self._engine_options)
-            self._baseline[name, batch] = running.answers(engine, tasks, batch)
-            engine.close()
+            with self._opened(BASELINE, "", batch) as engine:
+                self._baseline[name, batch] = running.answers(engine, tasks, batch)
         return self._baseline[name, batch]
 
     def _traffic(self, asked: Asked, slots: str) -> dict[str, Any]:
-        engine = running.open_engine(self._options.model, asked, slots, 1, self._engine_options)
-        found = running.traffic(engine, self.prompts(), 64)
-        engine.close()
-        return found
+        with self._opened(asked, slots, 1) as engine:
+            return running.traffic(engine, self.prompts(), 64)
 
     def prompts(self) -> list[str]:
         """Of all task files in turn, so many as are asked for."""

@@ -84,14 +84,21 @@ def policy_table(part: dict[str, Any]) -> str:
         lines.append(
             [
                 row["policy"] + place,
-                f"{row['text']['perplexity']:.3f}" if "text" in row else ABSENT,
+                f"{row['text']['perplexity'] / row['text']['baseline_perplexity']:.4f}" if "text" in row else ABSENT,
                 *(shown(row["tasks"][name]) for name in names),
                 ABSENT if mean is None else f"{percent(mean[0])} ± {percent(mean[1])}",
                 percent(same),
                 items or ABSENT,
             ]
         )
-    header = ["policy", "perplexity", *names, "mean, % right", "answers as the baseline's, %", "items a file"]
+    header = [
+        "policy",
+        "perplexity / baseline's",
+        *names,
+        "mean, % right",
+        "answers as the baseline's, %",
+        "items a file",
+    ]
     return table(header, lines)
 
 
