@@ -119,12 +119,16 @@ def test_late_and_refuted_copies(policy: str, batch: int) -> None:
         assert total.cancelled > 0
 
 
-@pytest.mark.parametrize("gate", ["speculated", "routed"])
+@pytest.mark.parametrize(
+    ("preset", "gate"),
+    [("router-pf", "speculated"), ("router-pf", "routed"), ("est-pf", "speculated"), ("hybrid-pf", "routed"),
+     ("router-free", "speculated")],
+)  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 3])
-def test_speculated_execution_is_that_of_the_host(gate: str, batch: int) -> None:
+def test_speculated_execution_is_that_of_the_host(preset: str, gate: str, batch: int) -> None:
     spec = make_spec("qwen3")
     weights = noise(spec)
-    policy = resolve("router-pf", gate=gate)
+    policy = resolve(preset, gate=gate)
     host = Offloaded(spec, weights, 32, policy)
     host.experts._plan_on_device = False
     expected = generate(host.decoder, batch)

@@ -23,6 +23,7 @@ LAYERS = (
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),
     ("expert_store", "default_vectors"),
+    ("estimator", "hybrid"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),
     ("device_scheduler",),

@@ -24,6 +24,8 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tritonmoe_kernels import dependent_launch, launch_table  # noqa: E402
 from tritonmoe_kernels.attention import attention_decode, attention_prefill  # noqa: E402
+from tritonmoe_kernels.estimate import estimate  # noqa: E402
+from tritonmoe_kernels.estimate_reference import EstimatorWeights  # noqa: E402
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm  # noqa: E402
 from tritonmoe_kernels.fetch import fetch  # noqa: E402
 from tritonmoe_kernels.linear import linear  # noqa: E402
@@ -70,6 +72,12 @@ def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype)
         torch.ones(hidden), torch.ones(experts, hidden), routing, routing.top_k + 2,
         torch.zeros(1, dtype=torch.int32), 1e-6,
     )  # fmt: skip
+
+
+def estimation(hidden: int, width: int, inner: int, experts: int, dtype: torch.dtype) -> None:
+    sizes = (width, hidden), (width,), (inner, width), (width, inner), (width,), (width,), (experts, width)
+    weights = EstimatorWeights(*(torch.ones(size, dtype=dtype) for size in sizes))
+    estimate(torch.ones(1, hidden, dtype=dtype), weights, torch.ones(1, experts))
 
 
 def rope(heads: int, kv_heads: int, size: int, norm: str, dtype: torch.dtype) -> None:
@@ -149,6 +157,8 @@ DECODE: dict[str, Case] = {
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
     "norm_router-groups": lambda dtype: router(4096, 256, GROUPED, dtype),
     "speculate-qwen3": lambda dtype: speculation(2048, 128, QWEN3, dtype),
+    "estimate-qwen3": lambda dtype: estimation(2048, 1024, 4096, 128, dtype),
+    "estimate-gpt_oss": lambda dtype: estimation(2880, 720, 1440, 32, dtype),
     "rope_qk-head": lambda dtype: rope(32, 4, 128, "head", dtype),
     "rope_qk-full": lambda dtype: rope(16, 16, 128, "full", dtype),
     "attention-qwen3": lambda dtype: attention(1, 32, 4, 128, None, dtype),

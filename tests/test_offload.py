@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 import time
@@ -16,12 +17,13 @@ from test_architectures import parse
 from tritonmoe.attention import Tokens, attention_block
 from tritonmoe.copy_engine import Copy, CopyEngine, StreamCopies, ThreadCopies, copy_engine
 from tritonmoe.errors import InputError
+from tritonmoe.estimator import NO_VECTORS, Estimator
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import Operations, operations
-from tritonmoe.policy import Policy, resolve
+from tritonmoe.policy import RANKING_PREDICTORS, Policy, resolve
 from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
 from tritonmoe.rope import inverse_frequencies
 from tritonmoe.session import prefill_chunk
@@ -65,12 +67,24 @@ def noise(spec: ModelSpec, seed: int = 0) -> ModelWeights:
     return weights
 
 
+def estimator(spec: ModelSpec) -> Estimator:
+    return Estimator.initial(spec, 24, 40, False, NO_VECTORS, seed=3).to(DEVICE, torch.float32)
+
+
+def kinds_of(policy: Policy, spec: ModelSpec) -> dict[int, str]:
+    later = list(spec.moe_layers)[1:]
+    if policy.predictor == "hybrid":
+        return dict(zip(later, itertools.cycle(["estimator", "residual", "quasi-hidden"])))  # noqa: B905: cycles
+    return dict.fromkeys(later, policy.predictor)
+
+
 def predictor(policy: Policy, ops: Operations, spec: ModelSpec, weights: ModelWeights, trace: Any = None) -> Predictor:
-    if policy.predictor in ("residual", "quasi-hidden"):
+    if policy.predictor in RANKING_PREDICTORS:
         experts = max(layer.moe.num_experts for layer in spec.layers if layer.moe)
         vectors = torch.randn(len(spec.layers), experts, spec.hidden_size, generator=torch.Generator().manual_seed(5))
-        defaults = 0.1 * vectors.to(DEVICE) if policy.predictor == "quasi-hidden" else None
-        return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, defaults)
+        defaults = None if policy.predictor == "residual" else 0.1 * vectors.to(DEVICE)
+        network, kinds = estimator(spec), kinds_of(policy, spec)
+        return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, defaults, network, kinds)
     if policy.predictor in ("previous-token", "oracle"):
         return HostPredictor(spec, policy.lookahead, trace)
     return Predictor()
@@ -129,6 +143,8 @@ POLICIES = {
     "lfu": resolve("on-demand", eviction="lfu"),
     "residual": resolve("exact", predictor="residual"),
     "quasi-hidden": resolve("exact"),
+    "estimator": resolve("exact", predictor="estimator", candidates=1),
+    "hybrid": resolve("hybrid-pf", execute="routed"),
     "lookahead": resolve("exact", lookahead=3, candidates=2),
     "previous-token": resolve("exact", predictor="previous-token"),
 }
@@ -261,12 +277,15 @@ def test_without_a_cache_every_layer_fetches_its_experts() -> None:
     assert offloaded.experts.copies.num_copies == 4 * 2 * (1 + 5)
 
 
-@pytest.mark.parametrize("gate", ["speculated", "routed"])
-def test_speculated_execution_runs_the_foretold_experts(gate: str) -> None:
+@pytest.mark.parametrize(
+    ("preset", "gate"),
+    [("router-pf", "speculated"), ("router-pf", "routed"), ("est-pf", "routed"), ("hybrid-pf", "speculated")],
+)
+def test_speculated_execution_runs_the_foretold_experts(preset: str, gate: str) -> None:
     """Each layer but the first runs the experts its predecessor foretold, with the guess's or the router's weights."""
     spec = make_spec("qwen3")
     weights = noise(spec)
-    policy = resolve("router-pf", gate=gate)
+    policy = resolve(preset, gate=gate)
     offloaded = Offloaded(spec, weights, 16, policy)
     guesses: dict[int, Any] = {}
     guess = offloaded.experts.predictor.guess

@@ -12,8 +12,12 @@ from tritonmoe.policy import OPTIONS, PRESET_NAMES, PRESETS, Policy, resolve
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # preset, overrides, and what the line begins with: the option at fault
-    ("fast", {}, "--policy 'fast' is not known; use on-demand, exact, router-pf or resident"),
-    ("exact", {"predictor": "estimator"}, "--predict 'estimator' is not known"),
+    (
+        "fast",
+        {},
+        "--policy 'fast' is not known; use on-demand, exact, router-pf, est-pf, hybrid-pf, router-free or res",
+    ),
+    ("exact", {"predictor": "network"}, "--predict 'network' is not known"),
     ("exact", {"execute": "guessed"}, "--execute 'guessed' is not known; use routed or speculated"),
     ("router-pf", {"gate": "true"}, "--gate 'true' is not known"),
     ("exact", {"miss_fill": "zero"}, "--miss-fill 'zero' is not known"),
@@ -43,6 +47,18 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("on-demand", {"candidates": 1}, "--candidates needs a predictor that ranks all experts, which 'none' does not"),
     ("exact", {"candidates": 1, "predictor": "oracle"}, "--candidates needs a predictor that ranks all experts"),
     ("exact", {"candidates": 1, "predictor": "previous-token"}, "--candidates needs a predictor"),
+    (
+        "exact",
+        {"predictor": "estimator", "lookahead": 2},
+        "--lookahead above 1 needs --predict residual or quasi-hidden",
+    ),
+    ("router-free", {"execute": "routed"}, "--execute routed needs the routers that --policy router-free does without"),
+    ("router-free", {"gate": "routed"}, "--gate routed needs the routers that --policy router-free does without"),
+    ("router-free", {"predictor": "quasi-hidden"}, "--policy router-free needs --predict estimator or hybrid"),
+    ("exact", {"cache_bias": -0.5}, "--cache-bias must be a number from 0, not -0.5"),
+    ("exact", {"cache_bias": float("inf")}, "--cache-bias must be"),
+    ("exact", {"cache_bias": True}, "--cache-bias must be"),
+    ("est-pf", {"cache_bias": 0.5}, "--cache-bias needs --execute routed"),
     ("exact", {"miss_fill": "default-vector"}, "--miss-fill has no effect without --miss-tolerance"),
 ]
 
@@ -53,18 +69,27 @@ def test_presets() -> None:
     assert resolve("router-pf") == Policy(
         "router-pf", predictor="quasi-hidden", execute="speculated", gate="speculated"
     )
+    speculating = {"est-pf": "estimator", "hybrid-pf": "hybrid", "router-free": "estimator"}
+    for name, predictor in speculating.items():
+        policy = resolve(name)
+        assert (policy.predictor, policy.execute, policy.gate) == (predictor, "speculated", "speculated")
+        assert policy.is_router_free == (name == "router-free")
     assert resolve("resident") == Policy("resident")
     assert tuple(PRESETS) == PRESET_NAMES
     for policy in PRESETS.values():
         assert (policy.lookahead, policy.candidates, policy.miss_tolerance, policy.miss_fill) == (1, 0, 0.0, "none")
         assert policy.eviction == "lru"
-        assert policy.is_exact == (policy.name != "router-pf")
+        assert policy.is_exact == (policy.name not in ("router-pf", *speculating))
         assert policy.is_resident == (policy.name == "resident")
 
 
 def test_overrides() -> None:
     policy = resolve("exact", predictor="residual", lookahead=3, candidates=8, eviction="lfu")
     assert policy == Policy("exact", predictor="residual", lookahead=3, candidates=8, eviction="lfu")
+    biased = resolve("on-demand", cache_bias=0.5)
+    assert not biased.is_exact
+    assert not biased.uses_default_vectors
+    assert resolve("est-pf", execute="routed") == Policy("est-pf", predictor="estimator")
     tolerant = resolve("on-demand", miss_tolerance=0.05, miss_fill="default-vector")
     assert not tolerant.is_exact
     assert tolerant.uses_default_vectors
@@ -98,7 +123,7 @@ def test_every_combination_is_valid_or_refused() -> None:
     accepted = 0
     for preset, predictor, execute, gate, lookahead, candidates, tolerance, fill in itertools.product(
         PRESET_NAMES,
-        (None, "none", "residual", "quasi-hidden", "previous-token", "oracle"),
+        (None, "none", "residual", "quasi-hidden", "estimator", "previous-token", "oracle"),
         (None, "routed", "speculated"),
         (None, "routed", "speculated"),
         (None, 2),
@@ -125,7 +150,7 @@ def test_every_combination_is_valid_or_refused() -> None:
         assert all(getattr(policy, field) == value for field, value in given.items() if value is not None)
         assert "\n" not in str(policy)
         if policy.execute == "speculated":
-            assert policy.predictor in ("residual", "quasi-hidden")
+            assert policy.predictor in ("residual", "quasi-hidden", "estimator", "hybrid")
             assert (policy.lookahead, policy.candidates, policy.miss_tolerance) == (1, 0, 0.0)
         else:
             assert gate is None
@@ -151,10 +176,20 @@ def test_without_default_vectors() -> None:
     assert filling.effective(True) == (filling, None)
 
 
+@pytest.mark.parametrize(("preset", "maker"), [("est-pf", "train_estimator.py"), ("hybrid-pf", "--choose-hybrid")])
+def test_trained_predictors_need_their_file(preset: str, maker: str) -> None:
+    policy = resolve(preset)
+    with pytest.raises(InputError, match=f"^--predict {policy.predictor} needs a file made .* by .*{maker}"):
+        policy.effective(True)
+    assert policy.effective(True, [policy.predictor]) == (policy, None)
+    assert policy.effective(False, [policy.predictor]) == (policy, None)  # trained without them, or refused by its file
+
+
 def test_description() -> None:
     assert str(resolve("resident")) == "resident"
     assert str(resolve("on-demand")) == "on-demand: predict none, execute routed, eviction lru"
     assert str(resolve("router-pf")) == (
         "router-pf: predict quasi-hidden, lookahead 1, candidates 0, execute speculated (gate speculated), eviction lru"
     )
+    assert "cache bias 0.5, eviction lru" in str(resolve("exact", cache_bias=0.5))
     assert "miss tolerance 0.1 (fill none)" in str(resolve("exact", miss_tolerance=0.1))

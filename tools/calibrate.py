@@ -1,7 +1,12 @@
-"""Compute the default vectors of a model: the unweighted mean output of each expert over the tokens that chose it.
+"""Compute the default vectors of a model, or choose by measurement what foretells each of its layers.
+
+Default vectors are the unweighted mean outputs of each expert over the tokens that chose it.
 
 One pass over text files, or over a sample of its own, in which every layer routes as in any prefill; experts may be in
 host memory. Writes a safetensors file that names its model, and prints how often experts were chosen.
+
+With --choose-hybrid the recall of each predictor is measured layer by layer, on text that should be held out from the
+training of the model's estimator; a JSON file says what was chosen for which layer, and why.
 """
 
 from __future__ import annotations
@@ -15,6 +20,10 @@ from random import Random
 from typing import NoReturn
 
 import torch
+from prediction import subject
+from prediction.choice import choose
+from prediction.recall import measure
+from prediction.routings import chunks
 from tqdm import tqdm
 
 from nano.stories import tell
@@ -226,7 +235,11 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--gpu-memory", metavar="SIZE", help="fetch experts from host memory, using so much of the GPU")
     parser.add_argument("--expert-slots", metavar="N", help="fetch them into so many slots, or P%% of all experts")
-    parser.add_argument("--out", type=Path, required=True, help="the safetensors file to write")
+    parser.add_argument("--out", type=Path, required=True, help="the file to write")
+    group = parser.add_argument_group("with --choose-hybrid, which writes hybrid.json")
+    group.add_argument("--choose-hybrid", action="store_true", help="choose a predictor for each layer")
+    group.add_argument("--default-vectors", type=Path, metavar="FILE", help="(default: beside the model)")
+    group.add_argument("--estimator", type=Path, metavar="FILE", help="(default: beside the model)")
     return parser
 
 
@@ -235,6 +248,27 @@ def placement(options: argparse.Namespace) -> Placement:
     if options.gpu_memory is None and options.expert_slots is None:
         return Placement()
     return Placement("on-demand", options.gpu_memory, options.expert_slots)
+
+
+def choose_hybrid(options: argparse.Namespace, corpus: list[str], texts: Iterable[Iterable[str]]) -> None:
+    """Measure every predictor that the model has what it needs for, and write the choice."""
+    found = subject.load(options)
+    decoder, length = found.decoder, subject.window_length(found, options.max_context)
+    estimator = found.load_estimator(options.estimator)
+    kinds = ["residual", *(["quasi-hidden"] if found.defaults is not None else [])]
+    predictors = {kind: found.predictor(kind) for kind in kinds}
+    if estimator is not None:
+        predictors["estimator"] = found.predictor("estimator", estimator)
+    windows = list(windows_of(texts, found.engine.tokenizer, length, options.tokens))
+    if not windows:
+        raise InputError("there is no text to choose by")
+    choice, why = choose(measure(predictors, chunks(decoder, with_progress(windows, options.tokens), length)).summary())
+    facts = {"tokens": sum(map(len, windows)), "corpus": corpus, **why}
+    choice.save(options.out, model_identity(decoder.spec, decoder.weights), facts)
+    for layer, name in choice.by_layer.items():
+        cells = "".join(f"{kind:>14} {100 * recall:5.1f}%" for kind, recall in why["recall"][str(layer)].items())
+        print(f"{layer:5}{cells}  {name}")
+    print(f"hybrid choice from {facts['tokens']} tokens written to {options.out}")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -249,6 +283,11 @@ def run(options: argparse.Namespace) -> None:
     if options.built_in or not options.texts:
         name, sample = built_in(options.model)
         corpus, texts = [name, *corpus], [*([text] for text in sample), *texts]
+    if options.choose_hybrid:
+        choose_hybrid(options, corpus, texts)
+        return
+    if options.default_vectors is not None or options.estimator is not None:
+        raise InputError("--default-vectors and --estimator are for --choose-hybrid; add it, or leave them out")
     engine = Engine.from_pretrained(
         options.model,
         dtype=options.dtype,

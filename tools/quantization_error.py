@@ -136,7 +136,7 @@ def bits(experts: ExpertWeights, name: str) -> float:
 
 def layer_errors(engine: Engine, ids: list[int], names: Sequence[str]) -> dict[str, list[dict[str, float]]]:
     decoder = engine.decoder
-    compared = ComparedExperts(decoder._ops, decoder.spec, decoder.weights)
+    compared = ComparedExperts(decoder.operations, decoder.spec, decoder.weights)
     compared.compare(names)
     before, decoder.experts = decoder.experts, compared
     engine.score(ids)

@@ -22,7 +22,7 @@ from tritonmoe.trace import TraceRecorder
 SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 FILTERS = ("top_k", "top_p", "min_p")
 POLICY_OPTIONS = (
-    "predict", "lookahead", "candidates", "execute", "gate", "miss_tolerance", "miss_fill", "eviction",
+    "predict", "lookahead", "candidates", "execute", "gate", "miss_tolerance", "miss_fill", "cache_bias", "eviction",
     "prefetch",
 )  # fmt: skip
 
@@ -65,8 +65,8 @@ def _placement(options: argparse.Namespace) -> Placement:
     given = {name: getattr(options, name) for name in POLICY_OPTIONS if getattr(options, name) is not None}
     overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
     return Placement(
-        options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.measure, overrides,
-        options.expert_dtype, options.dense_dtype,
+        options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.estimator,
+        options.hybrid, options.measure, overrides, options.expert_dtype, options.dense_dtype,
     )  # fmt: skip
 
 

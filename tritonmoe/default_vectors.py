@@ -59,6 +59,11 @@ class DefaultVectors:
         found[list(spec.moe_layers)] = self.vectors.to(device, dtype)
         return found
 
+    @property
+    def identity(self) -> str:
+        """ "sha256:…" over the vectors, for what was trained on states made with them."""
+        return f"sha256:{hashlib.sha256(self.vectors.cpu().contiguous().numpy().data).hexdigest()}"
+
     def save(self, path: Path, model: str, corpus: str) -> None:
         """Write a safetensors file for the model of this `model_identity`; `corpus` says what text they are from.
 

@@ -118,10 +118,13 @@ def build_parser() -> argparse.ArgumentParser:
     group.add_argument("--gate", choices=CHOICES["gate"], help="whose weights speculated experts get")
     group.add_argument("--miss-tolerance", type=float, metavar="T", help="do without missing experts of a lesser share")
     group.add_argument("--miss-fill", choices=CHOICES["miss_fill"], help="what stands in for them")
+    group.add_argument("--cache-bias", type=float, metavar="B", help="added to logits of experts in slots; not exact")
     group.add_argument("--eviction", choices=CHOICES["eviction"], help="which slot to give up first")
     group.add_argument("--prefetch", choices=CHOICES["prefetch"], help="auto stops it for layers where it loses")
     group.add_argument("--measure", action="store_true", help="compare executed guesses with the true routers")
     group.add_argument("--default-vectors", type=Path, metavar="FILE", help="made by tools/calibrate.py")
+    group.add_argument("--estimator", type=Path, metavar="FILE", help="made by tools/train_estimator.py")
+    group.add_argument("--hybrid", type=Path, metavar="FILE", help="made by tools/calibrate.py --choose-hybrid")
     group.add_argument(
         "--trace",
         type=Path,

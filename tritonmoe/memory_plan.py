@@ -131,13 +131,14 @@ def plan(
     batch: int = 1,
     expert_slots: str | None = None,
     storage: Storage = PLAIN,
+    estimator_bytes: int = 0,
 ) -> MemoryPlan:
     """Divide `budget` for a model in `dtype` and `storage` and `batch` sequences of up to `max_context` tokens.
 
     `policy` is the effective one, `expert_slots` the option's text. Raises InputError where it does not fit: one line
     that says what is needed and which option to change.
     """
-    division = _Division(spec, dtype, device, policy, max_context, batch, storage)
+    division = _Division(spec, dtype, device, policy, max_context, batch, storage, estimator_bytes)
     if policy.is_resident:
         if expert_slots is not None:
             raise InputError("--expert-slots has no effect with --policy resident; leave it out, or use --policy exact")
@@ -163,9 +164,11 @@ class _Division:
         max_context: int,
         batch: int,
         storage: Storage,
+        estimator_bytes: int,
     ) -> None:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
-        self._max_context, self._batch, self._storage = max_context, batch, storage
+        self._max_context, self._batch = max_context, batch
+        self._storage, self._estimator_bytes = storage, estimator_bytes
         self._num_experts = sum(moe.num_experts for moe in spec.moe_layers.values())
         self._weight_bytes = weight_bytes(spec, dtype, with_experts=False, storage=storage)
         all_experts = weight_bytes(spec, dtype, storage=storage) - self._weight_bytes
@@ -222,6 +225,7 @@ class _Division:
             (f"KV cache of {batch} x {context} tokens", self._kv_bytes(context)),
             ("workspace of a prefill step", workspace),
             ("default vectors", self._vector_bytes()),
+            ("estimator", self._estimator_bytes),
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]

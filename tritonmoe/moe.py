@@ -38,6 +38,7 @@ class Hooks:
     """Called during a forward pass, by whoever studies the model; not in captured steps."""
 
     on_route: Callable[[int, torch.Tensor], None] | None = None  # layer, topk_ids [T, K] int32
+    on_routed: Callable[[int, NormRouterOutput], None] | None = None  # layer, all that its routing gave
     on_experts: Callable[[int, torch.Tensor, torch.Tensor], None] | None = None  # also their outputs [T, K, H]
     # After a layer: layer, is_prefill, topk_ids and topk_weights [T, K], what it foretold (ids [T, M] by later layer).
     on_layer: Callable[[int, bool, np.ndarray, np.ndarray, dict[int, np.ndarray]], None] | None = None
@@ -92,6 +93,8 @@ class Experts:
         routed = self._route(layer_id, residual, delta, is_prefill)
         if self.hooks.on_route is not None:
             self.hooks.on_route(layer_id, routed.topk_ids)
+        if self.hooks.on_routed is not None:
+            self.hooks.on_routed(layer_id, routed)
         out = routed.x.new_empty(*routed.topk_ids.shape, routed.x.shape[1])
         weights_used = self._compute(layer_id, routed, out, is_prefill)
         if self.hooks.on_experts is not None:

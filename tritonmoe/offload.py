@@ -150,6 +150,8 @@ class OffloadedExperts(Experts):
         self._resizes = 0
         self._make_slots(num_slots)
         self._guesses: dict[int, SpeculateOutput] = {}
+        is_cuda, shape = weights.embedding.is_cuda, (len(spec.layers), self._num_experts)
+        self._mapped = torch.zeros(shape, dtype=torch.bool, pin_memory=is_cuda)  # for `cache_bias`
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
         self._device: DeviceScheduler | None = None  # that holds the slots now; else the pool does
         self._devices: dict[int, DeviceScheduler] = {}  # by batch size
@@ -195,6 +197,7 @@ class OffloadedExperts(Experts):
 
     def begin_step(self, batch: int) -> None:
         device = self._device
+        self._note_mapped(self._moe_layers[0])
         if device is not None and device.batch == batch and not self._is_torn:
             return
         # Somebody else has used the slots, or a step of the device's was interrupted: what it did not fetch is lost.
@@ -289,6 +292,7 @@ class OffloadedExperts(Experts):
             self._is_torn = False
             return residual
         self._enter(layer_id, is_prefill)
+        self._note_mapped(layer_id)
         self.copies.pump()
         residual = super().layer(layer_id, residual, delta, is_prefill)
         self._is_torn = False
@@ -421,8 +425,10 @@ class OffloadedExperts(Experts):
         is_first = layer_id == self._moe_layers[0]
         if self._device is not None and not is_prefill:
             self._device.join()  # what follows reads what was planned, and guessed, beside the last layer
-        if is_first or is_prefill or self.policy.execute == "routed":
-            return self._true_routing(layer_id, residual, delta)
+        is_true = self.policy.execute == "routed" or (is_prefill and not self.policy.is_router_free)
+        if is_first or is_true:
+            routed = self._true_routing(layer_id, residual, delta)
+            return self._prefer_mapped(layer_id, routed) if self.policy.cache_bias and not is_prefill else routed
         if guess is None:
             raise InputError(
                 f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
@@ -433,13 +439,31 @@ class OffloadedExperts(Experts):
             routed = self._true_routing(layer_id, residual, delta)
             ids = guess.ids[:, : spec.num_experts_per_tok].contiguous()
             return routed._replace(topk_ids=ids, topk_weights=self._gate_weights(layer_id, routed.logits, ids))
-        if self._measure:
+        if self._measure and not is_prefill:
             self._compare(layer_id, guess, self._true_routing(layer_id, residual, delta))
         norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, self._spec.residual_multiplier)
         rule = routing_rule(spec.num_experts_per_tok, spec.router)
         chosen = self._ops.route_topk(guess.logits, rule, weights.selection_bias)
         return NormRouterOutput(residual, x, guess.logits, *chosen)
+
+    def _prefer_mapped(self, layer_id: int, routed: NormRouterOutput) -> NormRouterOutput:
+        """The choice made anew, with a bonus for experts that have a slot, or are on their way to one."""
+        spec, weights = self._moe(layer_id)
+        if self._device is None:
+            mapped = self._mapped[layer_id].to(routed.logits.device, non_blocking=True)
+        else:
+            mapped = self._device.state.slot_of[layer_id] >= 0
+        logits = routed.logits + self.policy.cache_bias * mapped[: spec.num_experts]
+        ids, _ = self._ops.route_topk(
+            logits, routing_rule(spec.num_experts_per_tok, spec.router), weights.selection_bias
+        )
+        return routed._replace(topk_ids=ids, topk_weights=self._gate_weights(layer_id, routed.logits, ids))
+
+    def _note_mapped(self, layer_id: int) -> None:
+        """Which experts have a slot, for the next routing of the layer that the host plans."""
+        if self.policy.cache_bias:
+            self._mapped[layer_id] = torch.from_numpy(self.pool.slot_of[layer_id] >= 0)
 
     def _compare(self, layer_id: int, guess: SpeculateOutput, true: NormRouterOutput) -> None:
         """Count how far what is executed agrees with what the router would have chosen on the same residual."""
@@ -452,6 +476,8 @@ class OffloadedExperts(Experts):
             if self.hooks.on_layer is not None:
                 ids, weights = routed.topk_ids.cpu().numpy(), routed.topk_weights.cpu().numpy()
                 self.hooks.on_layer(layer_id, True, ids, weights, {})
+            if self.policy.is_router_free:
+                self._guesses = self.predictor.guess_prompt(layer_id, routed)
             return routed.topk_weights
         if self._device is not None:
             self._compute_on_device(self._device, layer_id, routed, out)
@@ -572,6 +598,9 @@ class OffloadedExperts(Experts):
         """Order what is launched next behind the copies that the layer waits for."""
         if turn.missing:
             self.copies.wait(turn.missing.values())
+        later = self._moe_layers.index(turn.layer_id) + 1
+        if later < len(self._moe_layers):
+            self._note_mapped(self._moe_layers[later])
         self._turn = turn
 
     def _finish(self, turn: Turn) -> None:

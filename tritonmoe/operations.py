@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from tritonmoe.errors import InputError
 from tritonmoe.matrices import row_slice
-from tritonmoe_kernels import fetch_reference, plan_reference, references
+from tritonmoe_kernels import estimate_reference, fetch_reference, plan_reference, references
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, dequantize
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 
@@ -59,6 +59,7 @@ class Operations(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     route_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     speculate: Callable[..., Any]
+    estimate: Callable[..., torch.Tensor]
     expert_gemm: Callable[..., torch.Tensor]
     combine: Callable[..., torch.Tensor]
     plan_demand: Callable[..., None]
@@ -91,6 +92,7 @@ REFERENCES = Operations(
     add_rms_norm=references.add_rms_norm_ref,
     route_topk=references.route_topk_ref,
     speculate=references.speculate_ref,
+    estimate=estimate_reference.estimate_ref,
     expert_gemm=references.expert_gemm_ref,
     combine=references.combine_ref,
     plan_demand=plan_reference.plan_demand_ref,
@@ -106,7 +108,18 @@ def kernels() -> Operations:
         import triton  # noqa: F401
     except ImportError:
         raise InputError("the GPU path needs the package triton, which is not installed; use --device cpu") from None
-    from tritonmoe_kernels import attention, expert_gemm, fetch, linear, norm_router, plan, recall, rope_qk, speculate
+    from tritonmoe_kernels import (
+        attention,
+        estimate,
+        expert_gemm,
+        fetch,
+        linear,
+        norm_router,
+        plan,
+        recall,
+        rope_qk,
+        speculate,
+    )  # fmt: skip
 
     return Operations(
         linear=linear.linear,
@@ -117,6 +130,7 @@ def kernels() -> Operations:
         add_rms_norm=norm_router.add_rms_norm,
         route_topk=norm_router.route_topk,
         speculate=speculate.speculate,
+        estimate=estimate.estimate,
         expert_gemm=expert_gemm.expert_gemm,
         combine=expert_gemm.combine,
         plan_demand=plan.plan_demand,

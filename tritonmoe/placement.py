@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,16 +12,18 @@ from typing import Any
 
 import torch
 
-from tritonmoe.default_vectors import load_default_vectors
+from tritonmoe.default_vectors import DefaultVectors, load_default_vectors
 from tritonmoe.errors import InputError
+from tritonmoe.estimator import NO_VECTORS, Estimator, estimator_bytes, load_estimator
 from tritonmoe.expert_store import ExpertStore
+from tritonmoe.hybrid import load_hybrid
 from tritonmoe.loading import load_weights, published_storage
 from tritonmoe.memory import available_bytes
 from tritonmoe.memory_plan import MemoryPlan, format_bytes, plan, read_budget
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.operations import Operations, operations
-from tritonmoe.policy import RESIDENT, Policy, resolve
+from tritonmoe.policy import RESIDENT, TRAINED_PREDICTORS, Policy, resolve
 from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
 from tritonmoe.spec import ModelSpec
 from tritonmoe.storage import AUTO, PUBLISHED, WANTED_SHARE, Divided, choose, resolve_storage
@@ -29,7 +31,8 @@ from tritonmoe.weights import ModelWeights, Storage, weight_bytes
 
 logger = logging.getLogger(__name__)
 
-DEFAULT_VECTORS = "default-vectors.safetensors"  # beside a model's config.json
+# Beside a model's config.json.
+DEFAULT_VECTORS, ESTIMATOR, HYBRID = "default-vectors.safetensors", "estimator.safetensors", "hybrid.json"
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Placement:
     gpu_memory: str | None = None
     expert_slots: str | None = None
     default_vectors: Path | None = None
+    estimator: Path | None = None
+    hybrid: Path | None = None
     measure: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     expert_dtype: str = PUBLISHED
@@ -54,7 +59,8 @@ class Placement:
     @property
     def leaves_policy_open(self) -> bool:
         """Whether nothing was asked for but an amount of memory."""
-        return not any((self.policy, self.expert_slots, self.default_vectors, self.measure, self.overrides))
+        files = self.default_vectors, self.estimator, self.hybrid
+        return not any((self.policy, self.expert_slots, *files, self.measure, self.overrides))
 
     @property
     def is_open(self) -> bool:
@@ -101,20 +107,21 @@ def load_decoder(
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
-    vectors_file = _vectors_file(loading.folder, placement)
-    policy, storage, division = _choose(loading, placement, storages, max_context, batch, vectors_file is not None)
+    files = PredictionFiles.found(loading.folder, placement)
+    policy, storage, division = _choose(loading, placement, storages, max_context, batch, files)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
         return Decoder(spec, loading.weights(storage)), division
     store = ExpertStore.allocate(spec, loading.dtype, storage)
     weights = loading.weights(storage, store)
-    defaults = None
-    if policy.uses_default_vectors and vectors_file is not None:
-        vectors = load_default_vectors(vectors_file, spec, weights)
-        defaults = vectors.by_layer(spec, device, loading.dtype)
     ops = operations(device)
-    predictor = make_predictor(policy, ops, spec, weights, defaults)
+    vectors = files.load_vectors(policy, spec, weights)
+    defaults = None if vectors is None else vectors.by_layer(spec, device, loading.dtype)
+    estimator, kinds = files.load_trained(policy, spec, weights, vectors)
+    if estimator is not None:
+        estimator = estimator.to(device, loading.dtype)
+    predictor = make_predictor(policy, ops, spec, weights, defaults, estimator, kinds)
     logger.info("%s", policy)
     experts = OffloadedExperts(
         ops, spec, weights, store, division.num_slots, policy, predictor, defaults, placement.measure
@@ -122,13 +129,65 @@ def load_decoder(
     return Decoder(spec, weights, ops, experts), division
 
 
+@dataclass(frozen=True)
+class PredictionFiles:
+    """What was made for a model to foretell its experts with; None: there is no such file."""
+
+    vectors: Path | None
+    estimator: Path | None
+    hybrid: Path | None
+
+    @classmethod
+    def found(cls, folder: Path, placement: Placement) -> PredictionFiles:
+        """Those asked for, else those beside the model."""
+        asked = placement.default_vectors, placement.estimator, placement.hybrid
+        names = DEFAULT_VECTORS, ESTIMATOR, HYBRID
+        beside = [folder / name if (folder / name).is_file() else None for name in names]
+        return cls(*(given or file for given, file in zip(asked, beside, strict=True)))
+
+    @property
+    def trained(self) -> list[str]:
+        """The predictors that there is a file for."""
+        return [name for name in ("estimator", "hybrid") if getattr(self, name) is not None]
+
+    def load_vectors(self, policy: Policy, spec: ModelSpec, weights: ModelWeights) -> DefaultVectors | None:
+        """Where the policy has a use for them."""
+        if not policy.uses_default_vectors or self.vectors is None:
+            return None
+        return load_default_vectors(self.vectors, spec, weights)
+
+    def load_trained(
+        self, policy: Policy, spec: ModelSpec, weights: ModelWeights, vectors: DefaultVectors | None
+    ) -> tuple[Estimator | None, dict[int, str]]:
+        """The estimator where the policy needs it, and what foretells which layer (nothing said: the router)."""
+        kinds: dict[int, str] = {}
+        if policy.predictor == "estimator":
+            kinds = dict.fromkeys(list(spec.moe_layers)[1:], "estimator")
+        elif policy.predictor == "hybrid":
+            assert self.hybrid is not None
+            kinds = load_hybrid(self.hybrid, spec, weights).by_layer
+            if vectors is None and "quasi-hidden" in kinds.values():
+                raise InputError(f"{self.hybrid} needs the model's default vectors (tools/calibrate.py)")
+        if "estimator" not in kinds.values():
+            return None, kinds
+        if self.estimator is None:
+            raise InputError(f"{self.hybrid} needs the model's estimator (tools/train_estimator.py); give --estimator")
+        identity = NO_VECTORS if vectors is None else vectors.identity
+        return load_estimator(self.estimator, spec, weights, identity), kinds
+
+
 def _choose(
-    loading: Loading, placement: Placement, storages: list[Storage], max_context: int, batch: int, has_vectors: bool
+    loading: Loading,
+    placement: Placement,
+    storages: list[Storage],
+    max_context: int,
+    batch: int,
+    files: PredictionFiles,
 ) -> tuple[Policy, Storage, MemoryPlan]:
     """The form of the experts, with the policy that is run and the division of memory for it; says what decided."""
 
     def divide(storage: Storage) -> Divided:
-        return _divide(loading, placement, storage, max_context, batch, has_vectors)
+        return _divide(loading, placement, storage, max_context, batch, files)
 
     storage, reason = storages[0], None
     if placement.expert_dtype == AUTO:
@@ -160,7 +219,7 @@ def _advice(division: MemoryPlan, narrower: list[Storage], divide: Callable[[Sto
 
 
 def _divide(
-    loading: Loading, placement: Placement, storage: Storage, max_context: int, batch: int, has_vectors: bool
+    loading: Loading, placement: Placement, storage: Storage, max_context: int, batch: int, files: PredictionFiles
 ) -> Divided:
     """The policy that is run and the division of memory for it."""
     spec, device, dtype = loading.spec, loading.device, loading.dtype
@@ -168,35 +227,44 @@ def _divide(
     budget = read_budget(placement.gpu_memory, device, store_bytes)
 
     def divided(policy: Policy) -> MemoryPlan:
-        return plan(spec, dtype, device, policy, budget, max_context, batch, placement.expert_slots, storage)
+        uses_file = policy.predictor in TRAINED_PREDICTORS and files.estimator is not None
+        network = estimator_bytes(files.estimator, dtype) if uses_file and files.estimator is not None else 0
+        slots = placement.expert_slots
+        return plan(spec, dtype, device, policy, budget, max_context, batch, slots, storage, network)
 
     if placement.leaves_policy_open:
         with suppress(InputError):  # it does not fit
             return Divided(resolve(RESIDENT), divided(resolve(RESIDENT)), None)
-    policy, line = resolve(placement.policy or "exact", **placement.overrides).effective(has_vectors)
+    policy, line = resolve(placement.policy or "exact", **placement.overrides).effective(
+        files.vectors is not None, files.trained
+    )
     if policy.predictor == "oracle":
         raise InputError("--predict oracle replays a trace, which tools/replay.py does; use another predictor")
     if placement.measure and policy.execute != "speculated":
         raise InputError("--measure compares executed guesses with the routers; it needs --execute speculated")
     if placement.default_vectors is not None and not policy.uses_default_vectors:
         raise InputError(f"--default-vectors has no effect with --predict {policy.predictor}; leave it out")
+    for option, file, users in (("--estimator", placement.estimator, TRAINED_PREDICTORS),
+                                ("--hybrid", placement.hybrid, ("hybrid",))):  # fmt: skip
+        if file is not None and policy.predictor not in users:
+            raise InputError(f"{option} has no effect with --predict {policy.predictor}; leave it out")
     return Divided(policy, divided(policy), line)
 
 
-def _vectors_file(folder: Path, placement: Placement) -> Path | None:
-    if placement.default_vectors is not None:
-        return placement.default_vectors
-    beside = folder / DEFAULT_VECTORS
-    return beside if beside.is_file() else None
-
-
 def make_predictor(
-    policy: Policy, ops: Operations, spec: ModelSpec, weights: ModelWeights, defaults: torch.Tensor | None
+    policy: Policy,
+    ops: Operations,
+    spec: ModelSpec,
+    weights: ModelWeights,
+    defaults: torch.Tensor | None,
+    estimator: Estimator | None = None,
+    kinds: Mapping[int, str] | None = None,
 ) -> Predictor:
-    """What foretells experts under `policy`, with default vectors [layers, E, H] where it uses them."""
+    """What foretells experts under `policy`, with default vectors [layers, E, H] and an estimator where it uses them;
+    `kinds` as for `RouterPredictor`."""
     if policy.predictor == "none":
         return Predictor()
     if policy.predictor == "previous-token":
         return HostPredictor(spec, policy.lookahead)
-    vectors = defaults if policy.predictor == "quasi-hidden" else None
-    return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, vectors)
+    vectors = None if policy.predictor == "residual" else defaults
+    return RouterPredictor(ops, spec, weights, policy.lookahead, policy.candidates, vectors, estimator, kinds)

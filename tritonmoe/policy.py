@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -9,18 +10,21 @@ from typing import Literal, get_args
 from tritonmoe.errors import InputError
 from tritonmoe.spec import ModelSpec, MoeSpec
 
-PredictorName = Literal["none", "residual", "quasi-hidden", "previous-token", "oracle"]
+PredictorName = Literal["none", "residual", "quasi-hidden", "estimator", "hybrid", "previous-token", "oracle"]
 Source = Literal["routed", "speculated"]
 MissFill = Literal["none", "default-vector"]
 EvictionName = Literal["lru", "lfu"]
 Prefetch = Literal["auto", "always"]
 
 RESIDENT = "resident"
-PRESET_NAMES = ("on-demand", "exact", "router-pf", RESIDENT)
+ROUTER_FREE = "router-free"
+PRESET_NAMES = ("on-demand", "exact", "router-pf", "est-pf", "hybrid-pf", ROUTER_FREE, RESIDENT)
 MAX_LOOKAHEAD = 3  # layers
 # They rank every expert of a layer; the others name the K that were or will be routed, and no gate weights.
-RANKING_PREDICTORS = ("residual", "quasi-hidden")
+RANKING_PREDICTORS = ("residual", "quasi-hidden", "estimator", "hybrid")
+TRAINED_PREDICTORS = ("estimator", "hybrid")  # they foretell the next layer only
 CALIBRATE = "tools/calibrate.py makes them"
+MAKERS = {"estimator": "tools/train_estimator.py", "hybrid": "tools/calibrate.py --choose-hybrid"}
 OPTIONS = {
     "predictor": "--predict",
     "execute": "--execute",
@@ -29,6 +33,7 @@ OPTIONS = {
     "candidates": "--candidates",
     "miss_tolerance": "--miss-tolerance",
     "miss_fill": "--miss-fill",
+    "cache_bias": "--cache-bias",
     "eviction": "--eviction",
     "prefetch": "--prefetch",
 }
@@ -50,8 +55,9 @@ class Policy:
     prefetched. `execute` "routed" runs the experts that the true router chose, so that outputs are the model's own;
     "speculated" runs the foretold ones, weighted by the true router (`gate` "routed") or by the guess ("speculated").
     Missing experts to which every token gives a share of its gate mass below `miss_tolerance` are left out, `miss_fill`
-    "default-vector" putting their mean output in their place. `prefetch` "auto" stops fetching ahead for layers where
-    that wastes more than it brings, "always" never. `name` is the preset that it was made from.
+    "default-vector" putting their mean output in their place. `cache_bias` is added to the router's logits of experts
+    that have a slot, for the choice among them alone. `prefetch` "auto" stops fetching ahead for layers where that
+    wastes more than it brings, "always" never. `name` is the preset that it was made from.
     """
 
     name: str
@@ -62,6 +68,7 @@ class Policy:
     candidates: int = 0
     miss_tolerance: float = 0.0
     miss_fill: MissFill = "none"
+    cache_bias: float = 0.0
     eviction: EvictionName = "lru"
     prefetch: Prefetch = "auto"
 
@@ -75,6 +82,8 @@ class Policy:
             raise InputError(f"--candidates must be an integer from 0, not {self.candidates!r}")
         if not _is_share(self.miss_tolerance):
             raise InputError(f"--miss-tolerance must be a number from 0 to below 1, not {self.miss_tolerance!r}")
+        if not _is_bias(self.cache_bias):
+            raise InputError(f"--cache-bias must be a number from 0, not {self.cache_bias!r}")
         self._check_resident()
         self._check_prediction()
         self._check_execution()
@@ -98,7 +107,18 @@ class Policy:
                 f"use --predict {_listed(RANKING_PREDICTORS)}, or leave it out"
             )
 
+        if self.lookahead > 1 and self.predictor in TRAINED_PREDICTORS:
+            raise InputError(
+                f"--lookahead above 1 needs --predict {_listed(RANKING_PREDICTORS[:2])}: an estimator is trained to "
+                "foretell the next layer"
+            )
+
     def _check_execution(self) -> None:
+        if self.is_router_free and (self.execute, self.gate) != ("speculated", "speculated"):
+            option = "--execute" if self.execute != "speculated" else "--gate"
+            raise InputError(f"{option} routed needs the routers that --policy router-free does without; use est-pf")
+        if self.is_router_free and self.predictor not in TRAINED_PREDICTORS:
+            raise InputError("--policy router-free needs --predict estimator or hybrid; else use --policy router-pf")
         if self.execute == "routed":
             if self.gate != "routed":
                 raise _idle_gate()
@@ -121,6 +141,8 @@ class Policy:
         if self.miss_tolerance > 0.0 or self.miss_fill != "none":
             option = "--miss-tolerance" if self.miss_tolerance > 0.0 else "--miss-fill"
             raise InputError(f"{option} needs --execute routed: what is speculated was fetched, so nothing is missing")
+        if self.cache_bias > 0.0:
+            raise InputError("--cache-bias needs --execute routed: what is speculated is fetched whatever has a slot")
 
     @property
     def is_resident(self) -> bool:
@@ -130,7 +152,12 @@ class Policy:
     @property
     def is_exact(self) -> bool:
         """Whether outputs are the model's own, bit for bit."""
-        return self.execute == "routed" and self.miss_tolerance == 0.0
+        return self.execute == "routed" and self.miss_tolerance == 0.0 and self.cache_bias == 0.0
+
+    @property
+    def is_router_free(self) -> bool:
+        """Whether no router but the first is evaluated, in prompts neither."""
+        return self.name == ROUTER_FREE
 
     @property
     def guards_prefetch(self) -> bool:
@@ -139,20 +166,28 @@ class Policy:
 
     @property
     def uses_default_vectors(self) -> bool:
-        return self.predictor == "quasi-hidden" or self.miss_fill == "default-vector"
+        return self.predictor in RANKING_PREDICTORS[1:] or self.miss_fill == "default-vector"
 
-    def effective(self, has_default_vectors: bool) -> tuple[Policy, str | None]:
+    def effective(self, has_default_vectors: bool, trained: Sequence[str] = ()) -> tuple[Policy, str | None]:
         """The policy as it can run, and one line to print where that is not the one that was asked for.
 
-        Without default vectors `quasi-hidden` is `residual`. Nothing can stand in for a default vector as an expert's
-        output, so filling in with them raises InputError.
+        `trained` names the predictors whose files there are. Without default vectors `quasi-hidden` is `residual`.
+        Nothing can stand in for a default vector as an expert's output, so filling in with them raises InputError, as
+        does a trained predictor without its file.
         """
+        if self.predictor in TRAINED_PREDICTORS and self.predictor not in trained:
+            raise InputError(
+                f"--predict {self.predictor} needs a file made for this model by {MAKERS[self.predictor]}; "
+                "make it, or use --predict quasi-hidden"
+            )
         if has_default_vectors or not self.uses_default_vectors:
             return self, None
         if self.miss_fill == "default-vector":
             raise InputError(
                 f"--miss-fill default-vector needs the model's default vectors ({CALIBRATE}); or use --miss-fill none"
             )
+        if self.predictor != "quasi-hidden":
+            return self, None
         line = f"no default vectors for this model ({CALIBRATE}): --predict quasi-hidden runs as residual"
         return replace(self, predictor="residual"), line
 
@@ -167,6 +202,8 @@ class Policy:
         parts.append(f"execute {self.execute}" + (f" (gate {self.gate})" if self.execute == "speculated" else ""))
         if self.miss_tolerance > 0.0:
             parts.append(f"miss tolerance {self.miss_tolerance:g} (fill {self.miss_fill})")
+        if self.cache_bias > 0.0:
+            parts.append(f"cache bias {self.cache_bias:g}")
         return f"{self.name}: {', '.join(parts)}, eviction {self.eviction}"
 
 
@@ -218,10 +255,21 @@ def _is_share(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1  # false for NaN
 
 
+def _is_bias(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+
+
+def _speculating(name: str, predictor: PredictorName) -> Policy:
+    return Policy(name, predictor=predictor, execute="speculated", gate="speculated")
+
+
 PRESETS: dict[str, Policy] = {
     "on-demand": Policy("on-demand"),
     "exact": Policy("exact", predictor="quasi-hidden"),
-    "router-pf": Policy("router-pf", predictor="quasi-hidden", execute="speculated", gate="speculated"),
+    "router-pf": _speculating("router-pf", "quasi-hidden"),
+    "est-pf": _speculating("est-pf", "estimator"),
+    "hybrid-pf": _speculating("hybrid-pf", "hybrid"),
+    ROUTER_FREE: _speculating(ROUTER_FREE, "estimator"),
     RESIDENT: Policy(RESIDENT),
 }
 
@@ -236,6 +284,7 @@ def resolve(
     candidates: int | None = None,
     miss_tolerance: float | None = None,
     miss_fill: str | None = None,
+    cache_bias: float | None = None,
     eviction: str | None = None,
     prefetch: str | None = None,
 ) -> Policy:
@@ -253,6 +302,7 @@ def resolve(
         "candidates": candidates,
         "miss_tolerance": miss_tolerance,
         "miss_fill": miss_fill,
+        "cache_bias": cache_bias,
         "eviction": eviction,
         "prefetch": prefetch,
     }

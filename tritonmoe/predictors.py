@@ -1,22 +1,27 @@
 """Which experts a later layer will want, foretold from what is known once a layer has chosen its own.
 
 `residual` and `quasi-hidden` put the residual after this layer's attention, the latter with the mean outputs of the
-chosen experts added, through the norm and the router of a later layer (arXiv 2603.19289; `kernels speculate`). They
-answer on the device. `previous-token` and `oracle` answer on the host.
+chosen experts added, through the norm and the router of a later layer (arXiv 2603.19289; `kernels speculate`);
+`estimator` puts that state through a small trained network instead, `hybrid` does for each layer what was measured to
+be best. They answer on the device. `previous-token` and `oracle` answer on the host.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from tritonmoe.estimator import Estimator
 from tritonmoe.moe import routing_rule
 from tritonmoe.operations import Operations
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
+from tritonmoe_kernels import reference
+from tritonmoe_kernels.estimate_reference import estimate_ref
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing, SpeculateOutput
 
 
 class Predictor:
@@ -24,6 +29,10 @@ class Predictor:
 
     def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """By later layer: logits [T, E] and ids [T, M], best first, on the device."""
+        return {}
+
+    def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
+        """The same for any number of tokens."""
         return {}
 
     def known(self, layer_id: int) -> dict[int, np.ndarray]:
@@ -41,7 +50,7 @@ class Predictor:
 
 
 class RouterPredictor(Predictor):
-    """Later layers' own routers, on a guess of their input; without default vectors on the residual alone."""
+    """Later layers' own routers on a guess of their input, or an estimator of their logits."""
 
     def __init__(
         self,
@@ -51,40 +60,88 @@ class RouterPredictor(Predictor):
         lookahead: int,
         candidates: int,
         default_vectors: torch.Tensor | None = None,
+        estimator: Estimator | None = None,
+        kinds: Mapping[int, str] | None = None,
     ) -> None:
-        """`default_vectors` [layers, E, H] on the weights' device; ids beyond the model's k: `candidates`."""
+        """`default_vectors` [layers, E, H] on the weights' device, as is `estimator`; ids beyond the model's k:
+        `candidates`. `kinds` says by later layer how it is foretold: "residual" leaves the default vectors out,
+        "estimator" needs one; anything else, and by default, is the router."""
         self._ops, self._spec, self._weights = ops, spec, weights
         self._lookahead, self._candidates = lookahead, candidates
-        self._defaults = default_vectors
+        self._defaults, self._estimator, self._kinds = default_vectors, estimator, dict(kinds or {})
         self._counter = torch.zeros(MAX_DECODE_TOKENS, dtype=torch.int32, device=weights.embedding.device)
         self._moe_layers = list(spec.moe_layers)
 
     def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
             return {}
-        later = [i for i in self._moe_layers if i > layer_id][: self._lookahead]
-        return {i: self._guess(layer_id, i, routed) for i in later}
+        return {later: self._guess(layer_id, later, routed) for later in self._later(layer_id)}
+
+    def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
+        """`guess` for any number of tokens, by operations that suit many, and with `q`."""
+        return {later: self._guess_many(layer_id, later, routed) for later in self._later(layer_id)}
+
+    def _later(self, layer_id: int) -> list[int]:
+        return [i for i in self._moe_layers if i > layer_id][: self._lookahead]
 
     def _guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
-        moe, weights = self._spec.layers[later].moe, self._weights.layers[later]
-        assert moe is not None
+        rule, weights = self._rule(later), self._weights.layers[later]
         assert weights.moe is not None
-        mixed = (None, None, None)
-        if self._defaults is not None:
+        mixed, out = (None, None, None), None
+        if self._defaults is not None and self._kinds.get(later) != "residual":
             mixed = (self._defaults[layer_id], routed.topk_ids, routed.topk_weights)
-        return self._ops.speculate(
+        is_estimated = self._kinds.get(later) == "estimator"
+        if is_estimated:
+            shape = len(routed.x), len(weights.moe.router)
+            logits = routed.residual.new_empty(*shape, dtype=torch.float32)
+            ids = torch.empty(shape[0], rule.top_k, dtype=torch.int32, device=logits.device)
+            out = SpeculateOutput(logits, ids, torch.empty_like(routed.residual))
+        guess = self._ops.speculate(
             routed.residual,
             *mixed,
             weights.post_norm,
             weights.moe.router,
-            routing_rule(moe.num_experts_per_tok, moe.router),
-            min(moe.num_experts, moe.num_experts_per_tok + self._candidates),
+            rule,
+            rule.top_k,
             self._counter,
             self._spec.norm_epsilon,
             self._spec.residual_multiplier,
             weights.moe.router_bias,
             weights.moe.selection_bias,
+            out=out,
         )
+        return self._estimated(later, guess, self._ops.estimate) if is_estimated else guess
+
+    def _guess_many(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
+        rule, weights, kind = self._rule(later), self._weights.layers[later], self._kinds.get(later)
+        assert weights.moe is not None
+        quasi = routed.residual
+        if self._defaults is not None and kind != "residual":
+            outputs = self._defaults[layer_id][routed.topk_ids.long()]  # [T, K, H]
+            quasi = self._ops.combine(outputs, routed.topk_weights, None, quasi, self._spec.residual_multiplier)
+        _, q = self._ops.add_rms_norm(quasi, None, weights.post_norm, self._spec.norm_epsilon)
+        logits = reference.router_logits(q, weights.moe.router, weights.moe.router_bias)
+        guess = SpeculateOutput(logits, routed.topk_ids, q)
+        if kind == "estimator":
+            return self._estimated(later, guess, estimate_ref)
+        return guess._replace(ids=self._ops.route_topk(logits, rule, weights.moe.selection_bias)[0])
+
+    def _estimated(self, later: int, guess: SpeculateOutput, estimate: Callable[..., torch.Tensor]) -> SpeculateOutput:
+        """What the estimator makes of the quasi-hidden state, and of the router's logits where it corrects them."""
+        estimator, moe = self._estimator, self._weights.layers[later].moe
+        assert estimator is not None
+        assert moe is not None
+        network = estimator.of_layer(self._moe_layers.index(later) - 1)
+        logits = estimate(guess.q, network, guess.logits if estimator.corrects else None)
+        ids, _ = self._ops.route_topk(logits, self._rule(later), moe.selection_bias)
+        return SpeculateOutput(logits, ids, guess.q)
+
+    def _rule(self, later: int) -> Routing:
+        """That of the layer, with as many ids as are foretold of it."""
+        moe = self._spec.layers[later].moe
+        assert moe is not None
+        count = min(moe.num_experts, moe.num_experts_per_tok + self._candidates)
+        return replace(routing_rule(moe.num_experts_per_tok, moe.router), top_k=count)
 
 
 class HostPredictor(Predictor):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +11,8 @@ import torch
 import torch.nn.functional as F
 
 from tritonmoe_kernels.attention import attention_decode, attention_prefill, decode_workspace_size
+from tritonmoe_kernels.estimate import estimate
+from tritonmoe_kernels.estimate_reference import EstimatorWeights
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm
 from tritonmoe_kernels.linear import linear
 from tritonmoe_kernels.norm_router import NormRouterOutput, Routing, add_rms_norm, norm_router, route_topk
@@ -138,6 +141,16 @@ def speculation(hidden: int, experts: int, rule: Routing, dtype: torch.dtype) ->
     return Case(launches, routers[0].nbytes + (2 + rule.top_k) * residual.nbytes)
 
 
+def estimation(hidden: int, width: int, inner: int, experts: int, dtype: torch.dtype) -> Case:
+    """A layer's estimate; each launch has a network of its own, though in a step all layers share one."""
+    sizes = (width, hidden), (width,), (inner, width), (width, inner), (width,), (width,), (experts, width)
+    num_bytes = sum(math.prod(size) for size in sizes) * dtype.itemsize
+    networks = [EstimatorWeights(*(noise(*size, dtype=dtype) for size in sizes)) for _ in range(copies(num_bytes))]
+    q = noise(1, hidden, dtype=dtype)
+    flops = 2 * sum(math.prod(size) for size in sizes if len(size) == 2)
+    return Case([partial(estimate, q, network) for network in networks], num_bytes, flops, kernels=4)
+
+
 def experts(
     tokens: int, top_k: int, num_experts: int, hidden: int, size: int, kind: str, dtype: torch.dtype, parts: str = "all"
 ) -> Case:
@@ -222,6 +235,7 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "qwen3 decode attention 65536": lambda dtype: decode_attention(65536, 32, 4, 128, None, dtype),
     "qwen3 decode norm_router 128x2048": lambda dtype: routing(2048, 128, QWEN3, dtype),
     "qwen3 decode speculate 128x2048": lambda dtype: speculation(2048, 128, QWEN3, dtype),
+    "qwen3 decode estimate 2048-1024-4096-128": lambda dtype: estimation(2048, 1024, 4096, 128, dtype),
     "qwen3 decode plan_demand 8 of 128": lambda _dtype: planning("demand", 48, 128, 8),
     "qwen3 decode plan_prefetch 8 of 128": lambda _dtype: planning("prefetch", 48, 128, 8),
     "qwen3 decode count_recall 8 of 8": lambda _dtype: planning("recall", 48, 128, 8),
