@@ -36,6 +36,11 @@ def resolve_storage(
     if dense_dtype not in (PUBLISHED, *DENSE_FORMATS):
         raise InputError(f"--dense-dtype {dense_dtype!r} is not known; use {PUBLISHED}, {' or '.join(DENSE_FORMATS)}")
     found = published if dense_dtype == PUBLISHED else replace(published, dense=EXPERT_FORMATS[dense_dtype])
+    if found.embedding_on_host and spec.tied_head and found.dense is None:
+        raise InputError(
+            "--embedding host: the head of this model is its embedding, and is computed with on the device; "
+            "add --dense-dtype int8, which makes a head of its own, or leave it out"
+        )
     if expert_dtype in (PUBLISHED, AUTO):
         # Nothing is gained by other codes of as many bits.
         bits = 16 if published.experts is None else published.experts.bits
