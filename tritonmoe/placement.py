@@ -106,7 +106,7 @@ def load_decoder(
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
     vectors_file = _vectors_file(loading.folder, placement)
-    policy, storage, division = _choose(loading, placement, storages, max_context, batch, vectors_file is not None)
+    policy, storage, division = decide(loading, placement, storages, max_context, batch, vectors_file is not None)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
@@ -126,7 +126,7 @@ def load_decoder(
     return Decoder(spec, weights, ops, experts), division
 
 
-def _choose(
+def decide(
     loading: Loading, placement: Placement, storages: list[Storage], max_context: int, batch: int, has_vectors: bool
 ) -> tuple[Policy, Storage, MemoryPlan]:
     """The form of the experts, with the policy that is run and the division of memory for it; says what decided."""
