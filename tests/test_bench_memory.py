@@ -28,7 +28,7 @@ def test_rows_of_budgets(
     monkeypatch.setattr(bench_memory.Free, "taken", lambda self: 68 << 20)
     monkeypatch.setattr(bench_memory, "SECONDS", 0.01)
     options = ["--device", "cpu", "--dtype", "float32", "--max-context", "140", "--expert-dtype", "auto"]
-    given = [str(config_file), *options, "--budgets", "1MiB,67MiB,100MiB", "--output", str(output)]
+    given = [str(config_file), *options, "--budgets", "1MiB,66MiB,100MiB", "--output", str(output)]
     assert bench_memory.main(given) == 0
     result = json.loads(output.read_text())
     assert [row["budget"] for row in result["skipped"]] == ["1MiB"]
@@ -38,8 +38,8 @@ def test_rows_of_budgets(
     )  # fmt: skip
     assert (few["is_within"], many["is_within"]) == (False, True)
     assert 0 < few["slots"] / 64 == few["slot_share"] < 1
-    assert sum(few["plan"].values()) == few["budget_bytes"] == 67 << 20
-    assert few["host_bytes"] == 64 * (3 * 32 * 256 + 2 * (512 + 2 * 32)) > many["host_bytes"] == 0
+    assert sum(few["plan"].values()) == few["budget_bytes"] == 66 << 20
+    assert few["host_bytes"] == 64 * (3 * 32 * 256 + 1024 + 256) > many["host_bytes"] == 0
     assert few["prompt"] == 140 - 128
     assert few["tpot_ms"] > 0
     printed = capsys.readouterr().out
