@@ -114,7 +114,7 @@ def store_bench(folder: Path, rows: list[dict[str, Any]]) -> None:
 ANY_NUMBER = ("packed", "memory")  # of files, none included
 
 
-@pytest.mark.parametrize("name", render_docs.REGIONS.keys() - ANY_NUMBER)
+@pytest.mark.parametrize("name", [name for name in render_docs.REGIONS if name not in ANY_NUMBER])
 def test_a_missing_measurement_is_named(name: str, measurements: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"/[\w-]+\.json is missing"):
         render_docs.REGIONS[name]()
