@@ -105,6 +105,8 @@ def test_batch_prints_a_line_per_prompt(pristine_folder: Path) -> None:
         (["bad \udcff byte"], "not valid UTF-8"),
         (["x", "--device", "cuda:99"], "there is no such GPU here"),
         (["x", "--dtype", "int1"], "--dtype 'int1' is not supported"),
+        (["x", "--device", "cpu", "--expert-dtype", "q4"], "--expert-dtype 'q4' is not known; use one of published"),
+        (["x", "--device", "cpu", "--dense-dtype", "int4"], "--dense-dtype 'int4' is not known; use published, fp8"),
     ],
 )
 def test_bad_options(

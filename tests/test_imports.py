@@ -18,7 +18,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 LAYERS = (
     ("errors", "spec", "tensor_names", "slot_pool", "counters", "copy_engine", "step_graph", "prefetch_guard"),
     ("config_reader", "memory", "sampling", "kv_cache", "rope", "policy", "scheduler", "quantization"),
-    ("matrices", "published_formats"),
+    ("matrices", "pinned_memory", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),
     ("expert_store", "default_vectors"),

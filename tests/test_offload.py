@@ -90,7 +90,7 @@ class Offloaded:
         measure: bool = False,
     ) -> None:
         ops = operations(DEVICE)
-        self.store = ExpertStore.allocate(spec, torch.float32)
+        self.store = ExpertStore.allocate(spec, torch.float32, weights.storage)
         for i, layer in enumerate(weights.layers):
             if layer.moe is not None:
                 for view, tensor in zip(

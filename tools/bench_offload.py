@@ -24,12 +24,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.cli import first_line, positive, positive_list, release
+from bench.cli import add_storage_options, first_line, positive, positive_list, release, stored_forms
 from bench.cli import store as write
 from bench.link import Link, emulated_link, own_link
 from bench.measure import spread
 from bench.random_text import PREFILL_SECONDS, RandomText
-from bench.random_weights import SCALE, fill, random_weights
+from bench.random_weights import SCALE, random_records, random_storage, random_weights
 from provenance import provenance
 
 from tritonmoe.architectures import parse_config
@@ -44,7 +44,7 @@ from tritonmoe.operations import operations
 from tritonmoe.placement import make_predictor
 from tritonmoe.policy import Policy, minimum_slots, resolve
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ModelWeights, allocate
+from tritonmoe.weights import PLAIN, ModelWeights, Storage
 
 POLICIES = ("on-demand", "exact", "router-pf")
 SIZES = ("minimum", "4%", "12%", "25%", "50%", "100%")
@@ -80,18 +80,18 @@ class Bench:
         return self.weights.embedding.device
 
 
-def random_store(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tuple[ExpertStore, ModelWeights]:
+def random_store(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, storage: Storage = PLAIN
+) -> tuple[ExpertStore, ModelWeights]:
     """A filled store and the other weights, experts being copies of a few random records."""
-    store = ExpertStore.allocate(spec, dtype)
-    weights = allocate(spec, device, dtype, store)
-    fill(weights, dtype, SEED, with_experts=False)
-    weights.embedding.normal_(0.0, EMBEDDING_SCALE)
-    shape = (DISTINCT_RECORDS, store.layout.num_elements)
-    sources = torch.empty(shape, dtype=dtype, device=device).normal_(0.0, SCALE).cpu()
+    store = ExpertStore.allocate(spec, dtype, storage)
+    sources = random_records(store.layout, DISTINCT_RECORDS, device).cpu()
     keys = [(i, e) for i, moe in spec.moe_layers.items() for e in range(moe.num_experts)]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda key: store.record(*key).copy_(sources[sum(key) % DISTINCT_RECORDS]), keys))
     store.pin()
+    weights = random_weights(spec, device, dtype, SEED, storage, store)
+    weights.embedding.normal_(0.0, EMBEDDING_SCALE)
     return store, weights
 
 
@@ -102,11 +102,11 @@ def first_records(spec: ModelSpec, store: ExpertStore) -> list[torch.Tensor]:
 
 
 def measure_residents(
-    spec: ModelSpec, dtype: torch.dtype, device: torch.device, options: argparse.Namespace
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, storage: Storage, options: argparse.Namespace
 ) -> dict[int, Resident]:
     """By context, the times with all experts on the device, whose memory is then free again."""
     try:
-        weights = random_weights(spec, device, dtype, SEED)
+        weights = random_weights(spec, device, dtype, SEED, storage)
         weights.embedding.normal_(0.0, EMBEDDING_SCALE)
         decoder = Decoder(spec, weights)
         return {context: measure_resident(decoder, context, options) for context in options.context}
@@ -296,6 +296,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--time-limit", type=positive, metavar="S", help="begin no row after this many seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add_storage_options(parser)
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     return parser
 
@@ -312,9 +313,10 @@ def main(arguments: list[str] | None = None) -> int:
         options.output.parent.mkdir(parents=True, exist_ok=True)
         options.output.touch()  # so that the stored command names it without its folder
         source = provenance()
-        residents = measure_residents(spec, dtype, device, options)
+        storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
+        residents = measure_residents(spec, dtype, device, storage, options)
         release(device)
-        store, weights = random_store(spec, dtype, device)
+        store, weights = random_store(spec, dtype, device, storage)
         records = first_records(spec, store)
         own = own_link(records, device)
         links = [own if gbps is None else emulated_link(records, device, gbps, own) for gbps in options.link_gbps]
@@ -325,6 +327,7 @@ def main(arguments: list[str] | None = None) -> int:
         "provenance": source,
         "model": options.random_weights.stem,
         "dtype": options.dtype,
+        **stored_forms(storage, dtype),
         "is_pinned": store.is_pinned,
         "link_bytes_per_s": own.bytes_per_s,
         "record_bytes": store.layout.num_bytes,

@@ -34,10 +34,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench.cli import first_line, positive, release
+from bench.cli import add_storage_options, first_line, positive, release, stored_forms
 from bench.cli import store as write
 from bench.measure import spread
-from bench.random_weights import random_weights
+from bench.random_weights import random_storage, random_weights
 from bench.synthetic_routing import SyntheticRouting
 from bench.table_replay import EVERYTHING, MINIMUM, Case, Model, Replay, TableReplay, gather_rate, run
 from bench.trace import PROFILED_STEPS, host_launches, profile_steps
@@ -49,6 +49,7 @@ from tritonmoe.config_reader import read_json
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.model import Decoder
 from tritonmoe.spec import ModelSpec
+from tritonmoe.storage import name_of
 
 POLICIES = ("on-demand", "exact", "router-pf")
 RATES = (50, 75, 90, 95)
@@ -63,7 +64,11 @@ RESIDENT_WARM_STEPS = 8
 WANTED_FLOOR_RATIO = 1.08
 WANTED_RESIDENT_RATIO = 1.10
 WANTED_SAVED = {"exact": 0.25, "router-pf": 0.28}  # of the step on demand, with small records
-WANTED_MINIMUM_MS = {("qwen3-30b-a3b", "bfloat16"): 74.0}  # on one H200, fetching on demand
+WANTED_MINIMUM_MS = {  # on one H200, by model, form of the experts and preset
+    ("qwen3-30b-a3b", "bfloat16", "on-demand"): 74.0,
+    **{("qwen3-30b-a3b", form, "on-demand"): 21.5 for form in ("int4", "mxfp4")},
+    **{("qwen3-30b-a3b", form, "router-pf"): 19.8 for form in ("int4", "mxfp4")},
+}
 WANTED_CHANGE = 0.03  # by busy cores
 WANTED_LAUNCHES = 5
 
@@ -153,8 +158,9 @@ def measure(bench: Bench, case: Case) -> dict[str, Any]:
     if case.policy.predictor == "none":  # the cache that was simulated
         row["is_as_simulated"] = bool(row["per_token"]["demand"] * options.steps == routing.misses.sum())
     row |= held_against(row, case, routing, rate, float(np.median(bench.resident_ms)))
-    if case.slots == MINIMUM and (bench.name, options.dtype) in WANTED_MINIMUM_MS:
-        row["wanted_ms"] = WANTED_MINIMUM_MS[bench.name, options.dtype]
+    kind = (bench.name, name_of(model.weights.storage, model.weights.embedding.dtype), case.policy.name)
+    if case.slots == MINIMUM and kind in WANTED_MINIMUM_MS:
+        row["wanted_ms"] = WANTED_MINIMUM_MS[kind]
     if case.is_host:
         row["host"] = measure_host(replay, routing, options.steps, times)
     return row
@@ -297,6 +303,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=64, help="timed steps of a row (default: 64)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
+    add_storage_options(parser)
 
 
 def share(text: str) -> float:
@@ -312,10 +319,11 @@ def share(text: str) -> float:
 def prepare(options: argparse.Namespace, spec: ModelSpec) -> Bench:
     """Weights, the resident step, and the store. InputError where they do not fit."""
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    weights = random_weights(spec, device, dtype)
+    storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
+    weights = random_weights(spec, device, dtype, storage=storage)
     weights.embedding.normal_(0.0, EMBEDDING_SCALE)  # as those of the store's model
     resident = Replay(Decoder(spec, weights), options.context, RESIDENT_WARM_STEPS + options.steps)
-    store, others = random_store(spec, dtype, device)
+    store, others = random_store(spec, dtype, device, storage)
     bench = Bench(options, Model(spec, others, store), options.config.stem, resident)
     bench.measure_resident()  # the first pass compiles and captures
     bench.resident_ms = bench.measure_resident() + bench.measure_resident()
@@ -341,6 +349,7 @@ def main(arguments: list[str] | None = None) -> int:
         "provenance": source,
         "model": bench.name,
         "dtype": options.dtype,
+        **stored_forms(bench.model.weights.storage, getattr(torch, options.dtype)),
         "batch": 1,
         "context": options.context,
         "steps": options.steps,

@@ -75,7 +75,9 @@ def main() -> int:
     steps = min(options.new_tokens, PROFILED_STEPS)
     rows = by_kernel(events, steps)
     experts = probe(bench.decoder, ours, untraced.tokens)
-    moved = weight_bytes_per_step(spec, dtype, batch, [layer["per_step"] for layer in experts])
+    moved = weight_bytes_per_step(
+        spec, dtype, batch, [layer["per_step"] for layer in experts], bench.decoder.weights.storage
+    )
     moved += kv_bytes_per_step(spec, dtype, batch, context)
     floor_us, step_us = 1e6 * moved / bench.memory_bps, 1e3 * float(untraced.device_ms or 0.0)
     result = {

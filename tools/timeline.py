@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.cli import store as write
+from bench.cli import stored_forms
+from bench.random_weights import random_storage
 from bench.table_replay import FORM, Case, Model, TableReplay
 from bench.trace import device_events
 from bench_offload import random_store
@@ -181,7 +183,9 @@ def main(arguments: list[str] | None = None) -> int:
         num_slots = case.num_slots(spec, options.slots)
         output.parent.mkdir(parents=True, exist_ok=True)  # so that the stored command names the file alone
         source = provenance()
-        store, weights = random_store(spec, getattr(torch, options.dtype), device)
+        dtype = getattr(torch, options.dtype)
+        storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
+        store, weights = random_store(spec, dtype, device, storage)
         model = Model(spec, weights, store)
         routing = case.routing(model.shape, num_slots, options.steps, options.recall)
         steps = len(routing.routed)
@@ -205,6 +209,7 @@ def main(arguments: list[str] | None = None) -> int:
         "provenance": source,
         "model": options.config.stem,
         "dtype": options.dtype,
+        **stored_forms(storage, dtype),
         "case": case.text,
         "policy": str(case.policy),
         "hit_rate_without_prediction": routing.hit_rate,

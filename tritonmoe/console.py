@@ -65,7 +65,7 @@ def _placement(options: argparse.Namespace) -> Placement:
     overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
     return Placement(
         options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.measure, overrides,
-        options.expert_dtype, options.dense_dtype,
+        options.expert_dtype, options.dense_dtype, options.embedding,
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from math import gcd
 import torch
 
 from tritonmoe.memory import empty_tensor
-from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 
 def parts(matrix: Matrix) -> list[torch.Tensor]:
@@ -58,6 +58,11 @@ def copy_matrix(dest: Matrix, source: Matrix) -> None:
     """Copy all parts; both are plain or of the same format."""
     for to, what in zip(parts(dest), parts(source), strict=True):
         to.copy_(what)
+
+
+def floats(matrix: Matrix, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Its values as a tensor of `dtype`."""
+    return matrix.to(dtype) if isinstance(matrix, torch.Tensor) else dequantize(matrix, dtype)
 
 
 def row_groups(form: WeightFormat, *rows: int) -> WeightFormat:

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ class Placement:
     `policy` is the name of a preset, `overrides` what replaces its choices (arguments of `policy.resolve`);
     `measure` has the true routers evaluated too where guesses are executed, for the report: it costs time.
     `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%"; so are
-    `expert_dtype` and `dense_dtype`, the forms in which weights are kept.
+    `expert_dtype` and `dense_dtype`, the forms in which weights are kept, and `embedding`, where that is.
     """
 
     policy: str | None = None
@@ -50,6 +50,7 @@ class Placement:
     overrides: dict[str, Any] = field(default_factory=dict)
     expert_dtype: str = PUBLISHED
     dense_dtype: str = PUBLISHED
+    embedding: str = "device"
 
     @property
     def leaves_policy_open(self) -> bool:
@@ -97,12 +98,15 @@ def load_decoder(
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
+    if placement.embedding == "host" and device.type == "cpu":
+        raise InputError("--embedding host: there is no GPU, and all is in main memory; leave it out")
     published = published_storage(loading.folder, spec)
+    published = replace(published, embedding_on_host=placement.embedding == "host")
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
     vectors_file = _vectors_file(loading.folder, placement)
-    policy, storage, division = _choose(loading, placement, storages, max_context, batch, vectors_file is not None)
+    policy, storage, division = decide(loading, placement, storages, max_context, batch, vectors_file is not None)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
@@ -122,7 +126,7 @@ def load_decoder(
     return Decoder(spec, weights, ops, experts), division
 
 
-def _choose(
+def decide(
     loading: Loading, placement: Placement, storages: list[Storage], max_context: int, batch: int, has_vectors: bool
 ) -> tuple[Policy, Storage, MemoryPlan]:
     """The form of the experts, with the policy that is run and the division of memory for it; says what decided."""

@@ -20,8 +20,8 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DENSE_FORMATS = ("fp8", "int8")
 # What `auto` goes down to, by measured error for each bit (docs/quantization.md).
 NARROWER = ("int8", "int4")
-# Of all experts, that `auto` wants in slots. With a quarter, traces of real routing find most of what they need there,
-# and a step takes a few times the resident one; with fewer it soon takes as long as the link needs for everything.
+# Of all experts, that `auto` wants in slots. With fewer a step is mostly bytes over the link, and halving those nearly
+# halves it; with more, slots are bought with accuracy and bring less.
 WANTED_SHARE = 0.25
 
 
@@ -36,6 +36,11 @@ def resolve_storage(
     if dense_dtype not in (PUBLISHED, *DENSE_FORMATS):
         raise InputError(f"--dense-dtype {dense_dtype!r} is not known; use {PUBLISHED}, {' or '.join(DENSE_FORMATS)}")
     found = published if dense_dtype == PUBLISHED else replace(published, dense=EXPERT_FORMATS[dense_dtype])
+    if found.embedding_on_host and spec.tied_head and found.dense is None:
+        raise InputError(
+            "--embedding host: the head of this model is its embedding, and is computed with on the device; "
+            "add --dense-dtype int8, which makes a head of its own, or leave it out"
+        )
     if expert_dtype in (PUBLISHED, AUTO):
         # Nothing is gained by other codes of as many bits.
         bits = 16 if published.experts is None else published.experts.bits
@@ -52,8 +57,6 @@ def resolve_storage(
     if expert_dtype not in EXPERT_FORMATS:
         names = ", ".join((PUBLISHED, AUTO, *FLOATS, *EXPERT_FORMATS))
         raise InputError(f"--expert-dtype {expert_dtype!r} is not known; use one of {names}")
-    if not spec.moe_layers:
-        raise InputError(f"--expert-dtype {expert_dtype}: this {spec.model_type} model has no experts; leave it out")
     if not _suits(expert_dtype, spec):
         raise InputError(
             f"--expert-dtype {expert_dtype} stores two values in a byte, and this model's experts have an odd size; "
@@ -88,29 +91,32 @@ def choose(
 
     `divide` raises InputError for what does not fit the device; so does this, if nothing fits.
     """
-    rejected: list[str] = []
-    usable: list[tuple[Storage, Divided, str]] = []
-    problem = InputError(f"out of memory: experts in no format fit the {host_bytes / 1e9:.1f} GB of free main memory")
+    tried: list[str] = []
+    usable: list[tuple[Storage, Divided]] = []
+    problem = InputError(f"out of memory: experts in no form fit the {host_bytes / 1e9:.1f} GB of free main memory")
     for storage in candidates:
         name = name_of(storage, dtype)
         try:
             found = divide(storage)
         except InputError as error:
             problem = error
-            rejected.append(f"{name} does not fit")
+            tried.append(f"{name} too large for the device")
             continue
-        needed, slots = found.plan.host_bytes, found.plan.slot_share
-        if needed > host_bytes:
-            rejected.append(f"{name} needs {needed / 1e9:.1f} GB of main memory where {host_bytes / 1e9:.1f} are free")
+        if found.plan.host_bytes > host_bytes:
+            sizes = f"{found.plan.host_bytes / 1e9:.1f} GB where {host_bytes / 1e9:.1f} are free"
+            tried.append(f"{name} too large for main memory ({sizes})")
             continue
-        share = f"{name} has slots for {100 * slots:.3g} % of the experts"
-        usable.append((storage, found, share))
-        if slots >= WANTED_SHARE:
+        usable.append((storage, found))
+        tried.append(f"{name} {100 * found.plan.slot_share:.3g} %")
+        if found.plan.slot_share >= WANTED_SHARE:
             break
-        rejected.append(f"{share}, and {100 * WANTED_SHARE:.0f} % are wanted")
     if not usable:
         raise problem
-    storage, found, share = usable[-1]
-    reasons = [reason for reason in rejected if not reason.startswith(share)]
-    own = "as published" if storage == candidates[0] else f"not the model's own outputs; --expert-dtype {PUBLISHED} is"
-    return storage, found, f"--expert-dtype {AUTO}: {'; '.join([*reasons, share])} ({own})"
+    storage, found = usable[-1]
+    reason = (
+        f"--expert-dtype {AUTO} takes {name_of(storage, dtype)}; experts that slots hold: {', '.join(tried)} "
+        f"({100 * WANTED_SHARE:.0f} % wanted)"
+    )
+    if storage != candidates[0]:
+        reason += f". Outputs are not the model's own; those need --expert-dtype {PUBLISHED}"
+    return storage, found, reason

@@ -14,11 +14,12 @@ from bench.measure import synchronize
 from tritonmoe.checkpoint import TensorEntry
 from tritonmoe.errors import InputError
 from tritonmoe.kv_cache import kv_bytes_per_token
-from tritonmoe.loading import _targets
+from tritonmoe.loading import IN_ORDER, Order, _targets
 from tritonmoe.memory import require_memory
 from tritonmoe.model import Decoder
 from tritonmoe.tensor_names import canonical_name
 from tritonmoe.weights import iter_tensors
+from tritonmoe_kernels.quantized import Matrix
 
 # Both can be captured; the plain loop over experts ("eager") asks the host which experts were hit. Prefill uses the
 # first: the second gathers a copy of the weights for every token.
@@ -65,12 +66,18 @@ def _state(model: nn.Module, decoder: Decoder) -> dict[str, torch.Tensor]:
         for name, tensor in theirs.items()
     }
     targets = _targets(decoder.spec, decoder.weights, found)
-    views = {name: target.view for name, target in targets.items()}
-    views.setdefault("lm_head.weight", decoder.weights.head)
+    views = {name: _on_disk(target.memory, target.order) for name, target in targets.items()}
+    views.setdefault("lm_head.weight", _on_disk(decoder.weights.head))
     unmatched = views.keys() ^ (found.keys() | {"lm_head.weight"})
     if unmatched:
         raise InputError(f"transformers' model and ours differ in {sorted(unmatched)[0]}")
     return {name: _as_theirs(views[canonical_name(name)], tensor) for name, tensor in theirs.items()}
+
+
+def _on_disk(memory: Matrix, order: Order = IN_ORDER) -> torch.Tensor:
+    if not isinstance(memory, torch.Tensor):
+        raise InputError("transformers runs on weights in --dtype; leave --baseline or the forms of fewer bits out")
+    return order.as_on_disk(memory)
 
 
 def _as_theirs(view: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from bench.baseline import SharedModel, Theirs
 from bench.floor import kv_bytes_per_step, memory_rate, weight_bytes_per_step
 from bench.measure import Pass, host_peak_bytes, run_steps, summarise, time_prefill, time_steps
 from bench.ours import Ours
-from bench.random_weights import random_weights
+from bench.random_weights import random_storage, random_weights
 from bench.routing import probe
 from bench.trace import profile_steps
 from tritonmoe.architectures import parse_config
@@ -25,9 +25,10 @@ from tritonmoe.config_reader import read_json
 from tritonmoe.engine import EMBEDDED, embedded_folder, resolve_device, resolve_dtype
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
-from tritonmoe.loading import load_weights
+from tritonmoe.loading import load_weights, published_storage
 from tritonmoe.model import Decoder
-from tritonmoe.weights import weight_bytes
+from tritonmoe.storage import PUBLISHED, name_of, resolve_storage
+from tritonmoe.weights import Storage, weight_bytes
 
 DESCRIPTION = """\
 Time prefill and decoding: TTFT, TPOT, tokens/s, memory, and the share of the floor that the bytes of weights and KV
@@ -72,6 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
             "model_type": spec.model_type,
             "weights": "random" if options.random_weights else "checkpoint",
             "dtype": str(bench.decoder.dtype).removeprefix("torch."),
+            **stored_forms(bench.decoder.weights.storage, bench.decoder.dtype),
             "device": str(bench.device),
             "batch": options.batch,
             "context": options.context,
@@ -79,7 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             "baseline": options.baseline,
             "seed": SEED,
         },
-        "weight_bytes": weight_bytes(spec, bench.decoder.dtype),
+        "weight_bytes": weight_bytes(spec, bench.decoder.dtype, storage=bench.decoder.weights.storage),
         "memory_gbps": bench.memory_bps / 1e9,
         "baseline": None
         if bench.shared is None
@@ -115,12 +117,25 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--new-tokens", type=positive, default=64, help="decode steps (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
+    add_storage_options(parser)
     parser.add_argument("--device", default="auto", help="auto, cpu or cuda")
     parser.add_argument("--baseline", choices=["transformers"], help="time this too, on the same weights")
     parser.add_argument("--profile", action="store_true", help="write a Chrome trace of a few decode steps of each row")
     parser.add_argument("--time-limit", type=positive, metavar="S", help="begin no row after this many seconds")
     parser.add_argument("--output", type=Path, required=True, help="the JSON to write")
     return parser
+
+
+def add_storage_options(parser: argparse.ArgumentParser) -> None:
+    """Those of the engine; of random weights nothing is published, so that they are in --dtype by default."""
+    parser.add_argument("--expert-dtype", default=PUBLISHED, metavar="FORM", help="fp8, int8, mxfp4 or int4")
+    parser.add_argument("--dense-dtype", default=PUBLISHED, metavar="FORM", help="fp8 or int8")
+
+
+def stored_forms(storage: Storage, dtype: torch.dtype) -> dict[str, str]:
+    """The forms in which weights are kept, for the JSON."""
+    dense = str(dtype).removeprefix("torch.") if storage.dense is None else storage.dense.name
+    return {"expert_dtype": name_of(storage, dtype), "dense_dtype": dense}
 
 
 def positive(text: str) -> int:
@@ -149,9 +164,12 @@ def prepare(options: argparse.Namespace) -> tuple[Bench, str]:
     device = resolve_device(options.device)
     dtype = resolve_dtype(options.dtype, device, spec)
     if options.random_weights is not None:
-        weights = random_weights(spec, device, dtype, SEED)
+        storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
+        weights = random_weights(spec, device, dtype, SEED, storage)
     else:
-        weights = load_weights(path.parent, spec, device, dtype)
+        published = published_storage(path.parent, spec)
+        storage = resolve_storage(options.expert_dtype, options.dense_dtype, spec, dtype, published)[0]
+        weights = load_weights(path.parent, spec, device, dtype, storage=storage)
     decoder = Decoder(spec, weights)
     shared = SharedModel(config, decoder) if options.baseline else None
     return Bench(options, decoder, shared, memory_rate(device), began), name
@@ -184,12 +202,13 @@ def measure(bench: Bench, batch: int, context: int) -> dict[str, Any]:
     runs, logits = time_prefill(ours)
     run_steps(ours, steps if bench.device.type == "cuda" else 1)
     passes = [time_steps(ours, steps)]
-    peak = end_peak(bench.device, held, weight_bytes(spec, dtype))
+    storage = bench.decoder.weights.storage
+    peak = end_peak(bench.device, held, weight_bytes(spec, dtype, storage=storage))
     baseline = measure_baseline(bench, prompts, logits, passes[0])
     passes.append(time_steps(ours, steps))
     figures = {**summarise(runs, passes, batch), "gpu_peak_bytes": peak}
     experts = probe(bench.decoder, ours, passes[0].tokens)
-    weights = weight_bytes_per_step(spec, dtype, batch, [layer["per_step"] for layer in experts])
+    weights = weight_bytes_per_step(spec, dtype, batch, [layer["per_step"] for layer in experts], storage)
     cached = kv_bytes_per_step(spec, dtype, batch, context + (steps + 1) / 2)
     floor_ms = 1e3 * (weights + cached) / bench.memory_bps
     row = {

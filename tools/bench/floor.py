@@ -7,8 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from tritonmoe.matrices import parts
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import allocate, iter_tensors
+from tritonmoe.weights import PLAIN, Storage, allocate, iter_tensors
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # of each of two buffers; far beyond the caches of either
 COPIES = 10
@@ -21,15 +22,19 @@ def expected_distinct(spec: ModelSpec, batch: int) -> list[float]:
 
 
 def weight_bytes_per_step(
-    spec: ModelSpec, dtype: torch.dtype, batch: int, distinct: Sequence[float] | None = None
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    batch: int,
+    distinct: Sequence[float] | None = None,
+    storage: Storage = PLAIN,
 ) -> int:
     """Bytes of weights, as the engine stores them, that one decode step of `batch` rows reads once each.
 
     `distinct` is the number of different experts used in each MoE layer; without it, that of uniform routing.
     """
-    weights = allocate(spec, torch.device("meta"), dtype)
+    weights = allocate(spec, torch.device("meta"), dtype, storage=storage)
     used = iter(expected_distinct(spec, batch) if distinct is None else distinct)
-    total = float(weights.head.nbytes + weights.final_norm.nbytes)
+    total = float(sum(tensor.nbytes for tensor in [*parts(weights.head), weights.final_norm]))
     total += batch * weights.embedding.nbytes / spec.vocab_size
     for layer, layer_weights in zip(spec.layers, weights.layers, strict=True):
         total += sum(tensor.nbytes for tensor in iter_tensors(layer_weights))

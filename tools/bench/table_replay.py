@@ -11,13 +11,13 @@ import numpy as np
 import torch
 
 from bench.measure import synchronize
-from bench.random_weights import SCALE
+from bench.random_weights import SCALE, fill_records
 from bench.synthetic_routing import Shape, SyntheticRouting, make_routing
 from tritonmoe.copy_engine import CopyEngine, copy_engine
 from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.device_scheduler import RoutingTables, device_addresses
 from tritonmoe.errors import InputError
-from tritonmoe.expert_store import ExpertStore
+from tritonmoe.expert_store import ExpertStore, RecordLayout
 from tritonmoe.memory_plan import read_slots
 from tritonmoe.model import Decoder
 from tritonmoe.offload import OffloadedExperts
@@ -170,7 +170,7 @@ class TableReplay(Replay):
             if record_bytes > store.layout.num_bytes:
                 raise InputError(f"records have {store.layout.num_bytes} bytes, fewer than {record_bytes}")
             beside = torch.empty(num_slots, record_bytes, dtype=torch.uint8, device=device)
-            ops, make_copies = ops._replace(fetch=partly(ops.fetch, beside)), filled_slots
+            ops, make_copies = ops._replace(fetch=partly(ops.fetch, beside)), filled_slots(store.layout)
         self.policy, self.num_slots, self._num_launched = policy, num_slots, 0
         self.notes: list[str] = []
         self.experts = OffloadedExperts(
@@ -215,10 +215,14 @@ class TableReplay(Replay):
         self.experts.copies.close()
 
 
-def filled_slots(buffer: torch.Tensor, landed: Callable[[int, int], object]) -> CopyEngine:
-    """Slots that are never fetched into: with any finite weights, so that logits are finite too."""
-    buffer.normal_(0.0, SCALE)
-    return copy_engine(buffer, landed)
+def filled_slots(layout: RecordLayout) -> Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine]:
+    """Makes copies for slots that are never fetched into: with finite weights, so that logits are finite too."""
+
+    def make_copies(buffer: torch.Tensor, landed: Callable[[int, int], object]) -> CopyEngine:
+        fill_records(layout, buffer)
+        return copy_engine(buffer, landed)
+
+    return make_copies
 
 
 def partly(fetch: Callable[..., None], beside: torch.Tensor) -> Callable[..., None]:
