@@ -129,6 +129,18 @@ class PublishedFormat:
         form = self.weight_format(columns, scales.dtype)
         return QuantizedMatrix(form, codes, scales, zeros)
 
+    def encode(self, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
+        """The tensors that `decode` makes `matrix` of, in the layouts that are written: "scaled", "words", "bytes"."""
+        if self.layout == "scaled":
+            return {"weight": matrix.codes, self.scale_name: matrix.scales}
+        if self.layout == "bytes":
+            return {"weight_packed": matrix.codes, "weight_scale": matrix.scales}
+        assert self.layout == "words", f"{self.layout} is not written"
+        assert matrix.zeros is None, "zero points are not written"
+        codes = matrix.codes if self.bits == 4 else matrix.codes.view(torch.uint8) ^ 128
+        shape = torch.tensor(matrix.shape, dtype=torch.int64)
+        return {"weight_packed": codes.view(torch.int32), "weight_scale": matrix.scales, "weight_shape": shape}
+
 
 Decoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales, zero points [rows, groups]
 
