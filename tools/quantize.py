@@ -35,6 +35,7 @@ from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
 from tritonmoe.loading import Order, Target, open_source
+from tritonmoe.placement import DEFAULT_VECTORS
 from tritonmoe.published_formats import PublishedFormat
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
@@ -284,7 +285,7 @@ def write_tensors(todo: list[Job], wanted: Format, writer: Writer, threads: int,
 def write_config(folder: Path, out: Path, wanted: Format, todo: Iterable[Job]) -> None:
     """config.json with the quantisation, and the files of the source that are not weights."""
     for file in folder.iterdir():
-        if file.is_file() and not file.name.endswith(OTHER_WEIGHTS):
+        if file.is_file() and (file.name == DEFAULT_VECTORS or not file.name.endswith(OTHER_WEIGHTS)):
             shutil.copyfile(file, out / file.name)
     matrices = [job.entry for job in todo if job.target is None and len(job.entry.shape) == 2]
     left_out = [
