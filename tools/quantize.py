@@ -36,7 +36,7 @@ from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
 from tritonmoe.loading import Order, Target, open_source
 from tritonmoe.placement import DEFAULT_VECTORS
-from tritonmoe.published_formats import PublishedFormat
+from tritonmoe.published_formats import LEAST_GROUP, PublishedFormat
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
 from tritonmoe_kernels.quantized import WeightFormat
@@ -101,7 +101,7 @@ def format_for(spec: ModelSpec, name: str) -> Format:
     sizes = sorted({spec.hidden_size, *(moe.intermediate_size for moe in spec.moe_layers.values())})
     common = gcd(*sizes)
     group = min(form.group, common & -common)  # others read whole groups and blocks only
-    if group < (32 if name == "mxfp4" else 8):
+    if group < LEAST_GROUP[form.bits]:
         raise InputError(f"--format {name}: experts of {', '.join(map(str, sizes))} columns do not divide into groups")
     form = replace(form, group=group, group_rows=min(form.group_rows, group))
     if name == "fp8":
