@@ -111,7 +111,7 @@ def store_bench(folder: Path, rows: list[dict[str, Any]]) -> None:
         )
 
 
-ANY_NUMBER = ("packed", "memory")  # of files, none included
+ANY_NUMBER = ("packed", "memory", "quantization-error")  # of files, none included
 
 
 @pytest.mark.parametrize("name", [name for name in render_docs.REGIONS if name not in ANY_NUMBER])
@@ -287,3 +287,20 @@ def test_memory_taken_beside_the_budget(measurements: Path) -> None:
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
     assert render_docs.figure(value) == text
+
+
+def test_what_formats_cost(measurements: Path) -> None:
+    text = {"bits_per_character": 1.18304, "perplexity_per_token": 17.3525, "characters": 60000}
+    layers = [
+        {"layer": i, "gate_up": 0.08, "down": 0.1, "outputs": outputs} for i, outputs in enumerate([0.2, 0.3, 0.1])
+    ]
+    tasks = {level: {"accuracy": share, "standard_error": 0.02} for level, share in (("easy", 0.99), ("hard", 0.7))}
+    formats = {"as published": {"text": text}, "int4": {"text": text, "tasks": tasks, "bits": 4.5, "layers": layers}}
+    source = {**SOURCE, "cpu": "a CPU", "torch_threads": 1, "gpu": None}
+    (measurements / "quantization-x.json").write_text(
+        json.dumps({"provenance": source, "model": "x", "formats": formats}), encoding="utf-8"
+    )
+    shown = render_docs.REGIONS["quantization-error"]()
+    assert "x, 60,000 characters" in shown
+    assert "| as published | — | — | — | 1.1830 | 17.35 | — | — |\n" in shown
+    assert "| int4 | 4.50 | 9.00 | 20.0 (10.0–30.0) | 1.1830 | 17.35 | 99.0 ± 2.0 | 70.0 ± 2.0 |\n" in shown

@@ -162,12 +162,13 @@ def test_a_quantised_model_is_refused(plain: Path, tmp_path: Path) -> None:
         quantize.convert(tmp_path / "out", "int4", tmp_path / "again", threads=1)
 
 
-def test_sizes_that_do_not_divide(pristine_folder: Path, tmp_path: Path) -> None:
-    """An intermediate size of 16 is half a block of mxfp4; int4 then takes groups of 16."""
+@pytest.mark.parametrize("name", ["mxfp4", "int4"])
+def test_sizes_that_do_not_divide(pristine_folder: Path, tmp_path: Path, name: str) -> None:
+    """An intermediate size of 16 is half a group of 4 bits, and one of int8."""
     with pytest.raises(InputError, match=r"16, 32 columns do not divide"):
-        quantize.convert(pristine_folder, "mxfp4", tmp_path / "mxfp4", threads=1)
-    quantize.convert(pristine_folder, "int4", tmp_path / "int4", threads=1)
-    assert load(tmp_path / "int4").layers[0].moe.experts.down.format.group == 16
+        quantize.convert(pristine_folder, name, tmp_path / name, threads=1)
+    quantize.convert(pristine_folder, "int8", tmp_path / "int8", threads=1)
+    assert load(tmp_path / "int8").layers[0].moe.experts.down.format.group == 16
 
 
 def test_command(

@@ -35,7 +35,8 @@ from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
 from tritonmoe.loading import Order, Target, open_source
-from tritonmoe.published_formats import PublishedFormat
+from tritonmoe.placement import DEFAULT_VECTORS
+from tritonmoe.published_formats import LEAST_GROUP, PublishedFormat
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
 from tritonmoe_kernels.quantized import WeightFormat
@@ -100,7 +101,7 @@ def format_for(spec: ModelSpec, name: str) -> Format:
     sizes = sorted({spec.hidden_size, *(moe.intermediate_size for moe in spec.moe_layers.values())})
     common = gcd(*sizes)
     group = min(form.group, common & -common)  # others read whole groups and blocks only
-    if group < (32 if name == "mxfp4" else 8):
+    if group < LEAST_GROUP[form.bits]:
         raise InputError(f"--format {name}: experts of {', '.join(map(str, sizes))} columns do not divide into groups")
     form = replace(form, group=group, group_rows=min(form.group_rows, group))
     if name == "fp8":
@@ -284,7 +285,7 @@ def write_tensors(todo: list[Job], wanted: Format, writer: Writer, threads: int,
 def write_config(folder: Path, out: Path, wanted: Format, todo: Iterable[Job]) -> None:
     """config.json with the quantisation, and the files of the source that are not weights."""
     for file in folder.iterdir():
-        if file.is_file() and not file.name.endswith(OTHER_WEIGHTS):
+        if file.is_file() and (file.name == DEFAULT_VECTORS or not file.name.endswith(OTHER_WEIGHTS)):
             shutil.copyfile(file, out / file.name)
     matrices = [job.entry for job in todo if job.target is None and len(job.entry.shape) == 2]
     left_out = [

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -415,6 +416,32 @@ def packed() -> str:
     return "\n".join([*benches, *routings]) or NOT_YET
 
 
+def quantization_error() -> str:
+    """What formats of experts cost models, of tools/quantization_error.py."""
+    parts = [read(path.name) for path in sorted(MEASUREMENTS.glob("quantization-*.json"))]
+    return "\n".join(map(quantization_part, parts)) or NOT_YET
+
+
+def quantization_part(part: dict[str, Any]) -> str:
+    header = ["experts", "bits", "error of weights, %", "of layers, % (least–greatest)"]
+    header += ["bits per character", "perplexity", "easy tasks, %", "hard tasks, %"]
+    rows = []
+    for name, found in part["formats"].items():
+        layers, text, tasks = found.get("layers"), found["text"], found.get("tasks")
+        cells = [ABSENT] * 3
+        if layers:
+            weights = [layer[kind] for layer in layers for kind in ("gate_up", "down")]
+            outputs = [100 * layer["outputs"] for layer in layers]
+            errors = spread(statistics.median(outputs), min(outputs), max(outputs))
+            cells = [figure(found["bits"]), figure(100 * statistics.mean(weights)), errors]
+        shares = [ABSENT] * 2
+        if tasks:
+            shares = [f"{percent(t['accuracy'])} ± {percent(t['standard_error'])}" for t in tasks.values()]
+        rows.append([name, *cells, f"{text['bits_per_character']:.4f}", f"{text['perplexity_per_token']:.2f}", *shares])
+    characters = part["formats"][next(iter(part["formats"]))]["text"]["characters"]
+    return f"{part['model']}, {characters:,} characters of held-out text.\n\n" + table(header, rows) + origin(part)
+
+
 def memory() -> str:
     """What models took of a card by the driver, beside the budget that was given."""
     parts = [read(path.name) for path in sorted(MEASUREMENTS.glob("memory-*.json"))]
@@ -451,6 +478,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "routing": lambda: routing(read("routing-qwen3-30b-a3b.json")),
     "packed": packed,
     "memory": memory,
+    "quantization-error": quantization_error,
 }
 
 

@@ -26,8 +26,8 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import check_tensor
-from tritonmoe_kernels.quantized import INT4_MIDDLE, Matrix, QuantizedMatrix
-from tritonmoe_kernels.tiles import cdiv, next_power_of_2
+from tritonmoe_kernels.quantized import INT4_MIDDLE, Matrix
+from tritonmoe_kernels.tiles import next_power_of_2
 
 CHUNK_BYTES = 16  # a thread's load
 
