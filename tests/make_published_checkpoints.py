@@ -224,7 +224,7 @@ VARIANTS: dict[str, tuple[dict[str, Any], Callable[[], Callable[[torch.Tensor], 
 
 def make(folder: Path, quantization: dict[str, Any], pack: Callable[[torch.Tensor], Packed]) -> dict[str, str]:
     """A checkpoint whose every linear layer but the router and the head is quantised; the hashes of their values."""
-    config = BLOCK_CONFIG if quantization["quant_method"] == "fp8" else CONFIG
+    config = BLOCK_CONFIG if quantization.get("quant_method") == "fp8" else CONFIG
     hidden, size, dim = config["hidden_size"], config["moe_intermediate_size"], config["head_dim"]
     torch.manual_seed(0)
     tensors: Tensors = {"model.embed_tokens.weight": noise(config["vocab_size"], hidden).bfloat16()}

@@ -14,7 +14,7 @@ import pytest
 import torch
 from bench import baseline, cli, floor, measure
 from bench.ours import Ours
-from bench.random_weights import SCALE, random_weights
+from bench.random_weights import SCALE, random_storage, random_weights
 from conftest import TINY_CONFIG
 from test_architectures import GPT_OSS
 from tiny_checkpoints import build, save
@@ -23,8 +23,11 @@ from tritonmoe.architectures import load_spec, parse_config
 from tritonmoe.config_reader import read_json
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.loading import load_weights
+from tritonmoe.matrices import floats
 from tritonmoe.model import Decoder
+from tritonmoe.quantization import EXPERT_FORMATS
 from tritonmoe.session import allocate_cache
+from tritonmoe.weights import PLAIN
 
 CONFIGS = Path(cli.__file__).parent / "configs"
 QWEN3_30B = {
@@ -276,3 +279,39 @@ def test_script_and_package_of_one_name_coexist() -> None:
         [sys.executable, str(script), "--help"], env=environment, capture_output=True, text=True, check=True
     )
     assert "--random-weights" in done.stdout
+
+
+@pytest.mark.parametrize(("form", "bits"), [("mxfp4", 4.25), ("int4", 4.5), ("int8", 8.125), ("fp8", 8.002)])
+def test_fewer_bits_are_fewer_bytes_of_the_floor(form: str, bits: float) -> None:
+    """Eight experts of Qwen3-30B-A3B in each layer, and the rest as it is."""
+    spec = parse_config(read_json(CONFIGS / "qwen3-30b-a3b.json"))
+    storage = random_storage(form, "published", spec, torch.bfloat16)
+    plain, packed = (floor.weight_bytes_per_step(spec, torch.bfloat16, 1, None, s) for s in (PLAIN, storage))
+    weights_read = 48 * 8 * 3 * 2048 * 768
+    assert plain - packed == pytest.approx(weights_read * (16 - bits) / 8, rel=1e-4)
+
+
+def test_random_codes_have_the_scale_of_a_model() -> None:
+    spec = parse_config({**TINY_CONFIG, "moe_intermediate_size": 256})
+    for name, form in EXPERT_FORMATS.items():
+        storage = random_storage(name, "int8", spec, torch.float32)
+        weights = random_weights(spec, torch.device("cpu"), torch.float32, storage=storage)
+        moe = weights.layers[0].moe
+        assert moe is not None
+        values = floats(moe.experts.gate_up)
+        assert values.isfinite().all()
+        assert 0.5 * SCALE < values.std().item() < 2 * SCALE, form
+        assert 0.5 * SCALE < floats(weights.head).std().item() < 2 * SCALE
+
+
+def test_weights_of_fewer_bits_are_measured_and_named(tmp_path: Path, config_file: Path) -> None:
+    options = ["--random-weights", config_file, "--batch", "2", "--context", "5", "--new-tokens", "2"]
+    result = run(tmp_path, *options, "--expert-dtype", "int4", "--dense-dtype", "fp8")
+    settings = result["settings"]
+    assert (settings["expert_dtype"], settings["dense_dtype"]) == ("int4", "fp8")
+    assert result["rows"][0]["status"] == "measured"
+    plain = run(tmp_path, *options)
+    assert plain["settings"]["expert_dtype"] == plain["settings"]["dense_dtype"] == plain["settings"]["dtype"]
+    assert 2 * result["weight_bytes"] < plain["weight_bytes"]
+    with pytest.raises(SystemExit):
+        run(tmp_path, *options, "--expert-dtype", "int4", "--baseline", "transformers")

@@ -219,3 +219,13 @@ def test_bad_arguments_give_one_line(
     assert caught.value.code == 2
     assert message in capsys.readouterr().err.splitlines()[-1]
     assert not (config_file.parent / "out").exists()
+
+
+def test_records_of_fewer_bits(config_file: Path) -> None:
+    case = ["--cases", "exact:minimum", "--context", 9]
+    plain, packed = run(config_file, *case), run(config_file, *case, "--expert-dtype", "mxfp4", "--dense-dtype", "int8")
+    assert (packed["expert_dtype"], packed["dense_dtype"]) == ("mxfp4", "int8")
+    assert plain["record_bytes"] == 3 * 32 * 16 * 4
+    assert packed["record_bytes"] == 512 + 256 + 256 + 256  # codes and scales of gate_up and of down, aligned
+    (row,) = packed["rows"]
+    assert row["bytes_per_token"] % packed["record_bytes"] == 0

@@ -419,3 +419,11 @@ def test_pictures_are_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "timeline-qwen3-30b-a3b.json").unlink()
     with pytest.raises(SystemExit):
         render_figures.main(["--check"])
+
+
+def test_replay_with_experts_of_fewer_bits(tmp_path: Path, config_file: Path) -> None:
+    result = run(config_file, "--cases", "exact:60,on-demand:minimum", "--slots", "24", "--expert-dtype", "int4")
+    assert result["expert_dtype"] == "int4"
+    # H 32, I 16: 512 and 256 bytes of codes, as many scales of two bytes as rows, which fill up to 256.
+    assert {row["record_bytes"] for row in result["rows"]} == {512 + 256 + 256 + 256}
+    assert all(row["is_as_simulated"] for row in result["rows"] if row["policy"].startswith("on-demand"))

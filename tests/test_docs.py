@@ -111,7 +111,10 @@ def store_bench(folder: Path, rows: list[dict[str, Any]]) -> None:
         )
 
 
-@pytest.mark.parametrize("name", render_docs.REGIONS)
+ANY_NUMBER = ("packed", "memory", "quantization-error")  # of files, none included
+
+
+@pytest.mark.parametrize("name", [name for name in render_docs.REGIONS if name not in ANY_NUMBER])
 def test_a_missing_measurement_is_named(name: str, measurements: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"/[\w-]+\.json is missing"):
         render_docs.REGIONS[name]()
@@ -201,8 +204,8 @@ def offload_row(policy: str, slots: int, **more: Any) -> dict[str, Any]:
 
 
 def store_offload(folder: Path, name: str, rows: list[dict[str, Any]], **more: Any) -> None:
-    sizes = {"record_bytes": 9437184, "link_bytes_per_s": 53.9e9}
-    store(folder, name, model="qwen3-30b-a3b", dtype="bfloat16", rows=rows, **sizes, **more)
+    facts = {"model": "qwen3-30b-a3b", "dtype": "bfloat16", "record_bytes": 9437184, "link_bytes_per_s": 53.9e9}
+    store(folder, name, rows=rows, **facts, **{k: v for k, v in more.items() if k not in facts})
 
 
 def test_offload_has_its_targets_and_emulated_links_apart(measurements: Path) -> None:
@@ -242,8 +245,62 @@ def test_offload_of_several_runs_and_without_targets(measurements: Path) -> None
     assert "| 1,024 | exact | 16 (0.3 %) | 1,071 | — | — | — |\n" in text
 
 
+def test_fewer_bits_are_said_of_every_run(measurements: Path) -> None:
+    for name in ANY_NUMBER:
+        assert render_docs.REGIONS[name]() == "Not measured yet.\n"
+    kept = {"dtype": "bfloat16", "expert_dtype": "int4", "dense_dtype": "bfloat16"}
+    settings = {"model": "qwen3-30b-a3b", "weights": "random", **kept}
+    store(
+        measurements,
+        "packed-bench-a.json",
+        settings=settings,
+        weight_bytes=19e9,
+        memory_gbps=4270.4,
+        rows=[bench_row()],
+    )
+    text = render_docs.REGIONS["packed"]()
+    assert "### qwen3-30b-a3b in bfloat16, experts in int4, random weights\n\nWeights: 19.0 GB." in text
+    store_offload(measurements, "offload-qwen3-30b-a3b.json", [], **{**kept, "dense_dtype": "fp8"})
+    text = render_docs.REGIONS["offload"]()
+    assert "qwen3-30b-a3b in bfloat16, experts in int4, other matrices in fp8, batch 1" in text
+
+
+def test_memory_taken_beside_the_budget(measurements: Path) -> None:
+    gib = 1 << 30
+    few = {
+        "budget": "8GiB", "budget_bytes": 8 * gib, "expert_dtype": "int4", "slots": 1430, "slot_share": 0.2327,
+        "plan": {"not used": gib // 4}, "taken_bytes": {"built": 6 * gib, "prefilled": 7.5 * gib, "decoded": 7 * gib},
+        "host_bytes": 15 * gib,
+    }  # fmt: skip
+    many = {**few, "budget": "24GiB", "budget_bytes": 24 * gib, "slots": 0, "slot_share": 1.0, "host_bytes": 0}
+    skipped = [{"budget": "1GiB", "reason": "out of memory"}]
+    facts = {"model": "qwen3-30b-a3b", "dtype": "bfloat16", "max_context": 8192}
+    store(measurements, "memory-a.json", **facts, rows=[few, many], skipped=skipped)
+    text = render_docs.REGIONS["memory"]()
+    assert text.startswith("qwen3-30b-a3b in bfloat16, a context of 8,192 tokens.\n")
+    assert "| 8GiB | int4 | 23.3 | 7.75 | 7.50 | 15.0 |\n| 24GiB | int4 | all resident | 23.8 | 7.50 | 0.00 |\n" in text
+    assert "- 1GiB: out of memory\n" in text
+
+
 @pytest.mark.parametrize(
     ("value", "text"), [(0.004837, "0.00484"), (0.0, "0.00"), (2.6, "2.60"), (99.96, "100"), (4270.4, "4,270")]
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
     assert render_docs.figure(value) == text
+
+
+def test_what_formats_cost(measurements: Path) -> None:
+    text = {"bits_per_character": 1.18304, "perplexity_per_token": 17.3525, "characters": 60000}
+    layers = [
+        {"layer": i, "gate_up": 0.08, "down": 0.1, "outputs": outputs} for i, outputs in enumerate([0.2, 0.3, 0.1])
+    ]
+    tasks = {level: {"accuracy": share, "standard_error": 0.02} for level, share in (("easy", 0.99), ("hard", 0.7))}
+    formats = {"as published": {"text": text}, "int4": {"text": text, "tasks": tasks, "bits": 4.5, "layers": layers}}
+    source = {**SOURCE, "cpu": "a CPU", "torch_threads": 1, "gpu": None}
+    (measurements / "quantization-x.json").write_text(
+        json.dumps({"provenance": source, "model": "x", "formats": formats}), encoding="utf-8"
+    )
+    shown = render_docs.REGIONS["quantization-error"]()
+    assert "x, 60,000 characters" in shown
+    assert "| as published | — | — | — | 1.1830 | 17.35 | — | — |\n" in shown
+    assert "| int4 | 4.50 | 9.00 | 20.0 (10.0–30.0) | 1.1830 | 17.35 | 99.0 ± 2.0 | 70.0 ± 2.0 |\n" in shown

@@ -17,7 +17,7 @@ from test_loading import EXPERT, assert_same, change_config, rewrite
 from test_parity import PROMPT_LENGTH, oracle, prompt, run
 from tiny_checkpoints import TINY, save
 
-from tritonmoe import expert_store, loading
+from tritonmoe import expert_store, loading, pinned_memory
 from tritonmoe.architectures import load_spec
 from tritonmoe.checkpoint import TensorEntry, TensorReader
 from tritonmoe.errors import CheckpointError, ConfigError, InputError
@@ -459,7 +459,7 @@ def with_cuda(monkeypatch: pytest.MonkeyPatch, refused: Iterable[int] = ()) -> F
     cudart = FakeCudart(refused)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
-    monkeypatch.setattr(expert_store, "_clear_last_error", lambda: cudart.calls.append((0, 0, 0)))
+    monkeypatch.setattr(pinned_memory, "_clear_last_error", lambda: cudart.calls.append((0, 0, 0)))
     return cudart
 
 

@@ -105,12 +105,30 @@ def test_batch_prints_a_line_per_prompt(pristine_folder: Path) -> None:
         (["bad \udcff byte"], "not valid UTF-8"),
         (["x", "--device", "cuda:99"], "there is no such GPU here"),
         (["x", "--dtype", "int1"], "--dtype 'int1' is not supported"),
+        (["x", "--device", "cpu", "--expert-dtype", "q4"], "--expert-dtype 'q4' is not known; use one of published"),
+        (["x", "--device", "cpu", "--dense-dtype", "int4"], "--dense-dtype 'int4' is not known; use published, fp8"),
     ],
 )
 def test_bad_options(
     arguments: list[str], message: str, pristine_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert message in refused(capsys, "--model", str(pristine_folder), *arguments)
+
+
+def test_forms_of_weights(
+    pristine_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same text wherever experts of a form live; the table names it."""
+    texts = []
+    for place in (["--policy", "resident"], ["--policy", "on-demand", "--expert-slots", "3"]):
+        forms = ["--expert-dtype", "int4", "--dense-dtype", "int8", "--gpu-memory", "auto"]
+        arguments = ["--model", str(pristine_folder), "--device", "cpu", "Hello", "--max-new-tokens", "5", *forms]
+        assert main([*arguments, *place]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "all 8 experts in int4" in caplog.text
+    assert "3 expert slots of 1.25 KiB in int4" in caplog.text
+    assert caplog.text.count("weights without experts, most in int8") == 2
+    assert texts[0] == texts[1] != "\n"
 
 
 def test_prompt_longer_than_the_context(pristine_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

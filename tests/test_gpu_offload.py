@@ -40,6 +40,23 @@ def test_offloaded_tokens_are_the_resident_ones(engine: Engine, policy: str, slo
     assert offloaded.decoder.experts.report()
 
 
+@pytest.mark.parametrize(("form", "dense"), [("mxfp4", "fp8"), ("int4", "int8"), ("int8", "published"), ("fp8", "fp8")])
+def test_forms_of_fewer_bits_wherever_weights_are(form: str, dense: str) -> None:
+    """Experts in slots, and the embedding in main memory where the head does not need it."""
+
+    def load(policy: str, slots: str | None, embedding: str) -> Engine:
+        placement = Placement(policy, expert_slots=slots, expert_dtype=form, dense_dtype=dense, embedding=embedding)
+        return Engine.from_pretrained(device="cuda", dtype="bfloat16", max_context=512, placement=placement)
+
+    resident = load("resident", None, "device")
+    expected = [resident.generate(prompt, GREEDY).token_ids for prompt in PROMPTS[:2]]
+    can_move = dense != "published" or not resident.decoder.spec.tied_head
+    for slots in ("8", "12%", "100%"):
+        offloaded = load("exact", slots, "host" if can_move else "device")
+        assert [offloaded.generate(prompt, GREEDY).token_ids for prompt in PROMPTS[:2]] == expected
+        offloaded.close()
+
+
 def offloaded_engine(slots: str = "12%", policy: str = "exact", **overrides: object) -> Engine:
     placement = Placement(policy=policy, expert_slots=slots, overrides=overrides)
     return Engine.from_pretrained(device="cuda", dtype="bfloat16", max_context=512, placement=placement)

@@ -19,7 +19,7 @@ LAYERS = (
     ("errors", "files", "spec", "tensor_names", "slot_pool", "counters", "step_graph", "prefetch_guard"),
     ("waiting", "template_sandbox", "rope", "kv_cache", "sampling", "policy", "scheduler", "quantization"),
     ("copy_engine", "config_reader", "memory"),
-    ("matrices", "published_formats"),
+    ("matrices", "pinned_memory", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),
     ("expert_store", "default_vectors"),

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kernel_testing import DEVICE, KERNEL_MARKS, ON_GPU, generator
 
-from tritonmoe import expert_store
+from tritonmoe import pinned_memory
 from tritonmoe.memory import empty_tensor
 from tritonmoe_kernels.fetch import fetch
 from tritonmoe_kernels.fetch_reference import fetch_ref
@@ -34,16 +34,16 @@ def pin() -> Iterator[Pin]:
 
     def copy(data: torch.Tensor) -> torch.Tensor:
         # On pages of its own, as a page is registered whole and once.
-        mapped = max(data.numel(), expert_store.MAPPED_BYTES)
+        mapped = max(data.numel(), pinned_memory.MAPPED_BYTES)
         arena = empty_tensor((mapped,), torch.uint8, torch.device("cpu"))
         if ON_GPU:
-            assert not expert_store._register(arena, arenas)
+            assert not pinned_memory.register(arena, arenas)
         return arena[: data.numel()].view(data.shape).copy_(data)
 
     yield copy
     if ON_GPU:
         torch.cuda.synchronize()
-    expert_store._unregister(arenas)
+    pinned_memory.unregister(arenas)
 
 
 def table(values: list[int], dtype: torch.dtype) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,32 @@ def test_eight_bits_for_the_rest_leave_room_for_slots() -> None:
         for storage in (Storage(MXFP4), Storage(MXFP4, EXPERT_FORMATS["int8"]))
     ]
     assert slots == [277, 357]
+
+
+def test_the_embedding_in_main_memory_leaves_its_room_to_slots() -> None:
+    spec = parse_config(read_json(CONFIGS / "qwen3-30b-a3b.json"), "qwen3-30b-a3b")
+    budget = Budget(8 * GIB, 8 * GIB, 8 * GIB)
+    there, here = (
+        plan(spec, torch.bfloat16, GPU, resolve("exact"), budget, CONTEXT, storage=replace(INT4, embedding_on_host=on))
+        for on in (True, False)
+    )
+    table = 151_936 * 2048 * 2
+    assert (
+        dict(here.rows)["weights without experts"] - table == dict(there.rows)["weights without experts and embedding"]
+    )
+    assert there.num_slots - here.num_slots in (table // RECORD_BYTES["int4"], table // RECORD_BYTES["int4"] + 1)
+    assert there.host_bytes - here.host_bytes == table
+    tied = replace(spec, tied_head=True)
+    with pytest.raises(InputError, match=r"^--embedding host: the head of this model is its embedding.*; add --dense"):
+        resolve_storage("int4", PUBLISHED, tied, torch.bfloat16, Storage(embedding_on_host=True))
+    assert resolve_storage("int4", "int8", tied, torch.bfloat16, Storage(embedding_on_host=True))
+    for placement, message in (
+        (Placement(embedding="host"), "--embedding host: there is no GPU"),
+        (Placement(embedding="disk"), "--embedding 'disk' is not known; use device or host"),
+        (Placement(expert_dtype=AUTO, expert_slots="8"), "--expert-dtype auto decides by the slots .*; leave out"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}"):
+            Engine.from_pretrained(device="cpu", placement=placement)
 
 
 def test_main_memory_decides_as_well() -> None:

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from provenance import ROOT, provenance
 
-from tritonmoe.expert_store import _register, _unregister
 from tritonmoe.memory import empty_tensor
+from tritonmoe.pinned_memory import register, unregister
 from tritonmoe_kernels.fetch import fetch
 
 OUTPUT = ROOT / "docs/measurements/fetch.json"
@@ -58,14 +58,14 @@ class Bench:
         self._registered: list[torch.Tensor] = []
         self.host = empty_tensor((HOST_BYTES,), torch.uint8, torch.device("cpu"))
         torch.arange(HOST_BYTES // 4, dtype=torch.int32, out=self.host.view(torch.int32))
-        problem = _register(self.host, self._registered)
+        problem = register(self.host, self._registered)
         if problem:
             raise SystemExit(f"this machine cannot map host memory for its GPU: {problem}")
         self.slots = torch.empty(SLOT_BYTES, dtype=torch.uint8, device=device)
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        _unregister(self._registered)
+        unregister(self._registered)
 
     def _views(self, record_bytes: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Records of the host and slots, [number, record_bytes] each."""

@@ -29,7 +29,7 @@ from bench.cli import store as write
 from bench.link import Link, emulated_link, own_link
 from bench.measure import spread
 from bench.random_text import PREFILL_SECONDS, RandomText
-from bench.random_weights import SCALE, fill, random_records, random_storage, random_weights
+from bench.random_weights import SCALE, random_records, random_storage, random_weights
 from provenance import provenance
 
 from tritonmoe.architectures import parse_config
@@ -44,7 +44,7 @@ from tritonmoe.operations import operations
 from tritonmoe.placement import make_predictor
 from tritonmoe.policy import Policy, minimum_slots, resolve
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import PLAIN, ModelWeights, Storage, allocate
+from tritonmoe.weights import PLAIN, ModelWeights, Storage
 
 POLICIES = ("on-demand", "exact", "router-pf")
 SIZES = ("minimum", "4%", "12%", "25%", "50%", "100%")
@@ -85,14 +85,13 @@ def random_store(
 ) -> tuple[ExpertStore, ModelWeights]:
     """A filled store and the other weights, experts being copies of a few random records."""
     store = ExpertStore.allocate(spec, dtype, storage)
-    weights = allocate(spec, device, dtype, store, storage)
-    fill(weights, dtype, SEED, with_experts=False)
-    weights.embedding.normal_(0.0, EMBEDDING_SCALE)
     sources = random_records(store.layout, DISTINCT_RECORDS, device).cpu()
     keys = [(i, e) for i, moe in spec.moe_layers.items() for e in range(moe.num_experts)]
     with ThreadPoolExecutor(THREADS) as pool:
         list(pool.map(lambda key: store.record(*key).copy_(sources[sum(key) % DISTINCT_RECORDS]), keys))
     store.pin()
+    weights = random_weights(spec, device, dtype, SEED, storage, store)
+    weights.embedding.normal_(0.0, EMBEDDING_SCALE)
     return store, weights
 
 

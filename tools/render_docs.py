@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,13 +18,17 @@ from provenance import ROOT
 MEASUREMENTS = ROOT / "docs/measurements"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("embedded-model", "kernels", "offload", "parity", "performance")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("embedded-model", "kernels", "offload", "parity", "performance", "quantization")
+    ),
 )
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BENCHES = ("bench-qwen3-30b-a3b.json", "bench-gpt-oss-20b.json")
 PROFILED_KERNELS = 12  # rows of a profile that are shown one by one
 NAME_LENGTH = 60  # of a kernel's name in C++
 ABSENT = "—"
+NOT_YET = "Not measured yet.\n"
 
 
 def read(name: str) -> dict[str, Any]:
@@ -207,7 +212,14 @@ def bench(name: str) -> str:
 def model_of(part: dict[str, Any]) -> str:
     settings = part["settings"]
     weights = ", random weights" if settings["weights"] == "random" else ""
-    return f"{settings['model']} in {settings['dtype']}{weights}"
+    return f"{settings['model']} in {forms(settings)}{weights}"
+
+
+def forms(part: dict[str, Any]) -> str:
+    """The type that was computed in, and what was kept in fewer bits."""
+    kept = {"experts": part.get("expert_dtype"), "other matrices": part.get("dense_dtype")}
+    fewer = [f"{what} in {form}" for what, form in kept.items() if form not in (None, part["dtype"])]
+    return ", ".join([part["dtype"], *fewer])
 
 
 def headline() -> str:
@@ -334,7 +346,7 @@ def offload_tables(rows: list[dict[str, Any]]) -> str:
 
 def offload_part(part: dict[str, Any]) -> str:
     """One run of the benchmark: the machine's own link, then each one that waits emulated."""
-    text = f"{part['model']} in {part['dtype']}, batch 1; records of {figure(part['record_bytes'] / 1e6)} MB.\n"
+    text = f"{part['model']} in {forms(part)}, batch 1; records of {figure(part['record_bytes'] / 1e6)} MB.\n"
     for gbps in dict.fromkeys(row.get("emulated_gbps") for row in part["rows"]):
         rows = [row for row in part["rows"] if row.get("emulated_gbps") == gbps]
         rate = figure(rows[0].get("link_bytes_per_s", part["link_bytes_per_s"]) / 1e9)
@@ -373,14 +385,13 @@ def routing_cells(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def routing() -> str:
+def routing(part: dict[str, Any]) -> str:
     """Synthetic routing by hit rate: whole records, then smaller ones, then what the host has to do with it."""
-    part = read("routing-qwen3-30b-a3b.json")
     header = [
         "policy", "hits without prediction, %", "slots", "ms per token", "schedule floor, ms", "held against, ms",
         "ratio", "hits, %", "late", "wasted", "MB per token", "saved, %",
     ]  # fmt: skip
-    text = f"{part['model']} in {part['dtype']}, batch {part['batch']}; all experts resident: "
+    text = f"{part['model']} in {forms(part)}, batch {part['batch']}; all experts resident: "
     text += f"{tpot({'tpot_ms': part['resident_ms']})} ms per token.\n"
     for size in dict.fromkeys(row["record_bytes"] for row in part["rows"]):
         rows = [row for row in part["rows"] if row["record_bytes"] == size]
@@ -398,6 +409,59 @@ def routing() -> str:
     return text + origin(part)
 
 
+def packed() -> str:
+    """Runs with weights in fewer bits, of tools/bench.py and of tools/bench_routing.py."""
+    benches = [bench(path.name) for path in sorted(MEASUREMENTS.glob("packed-bench-*.json"))]
+    routings = [routing(read(path.name)) for path in sorted(MEASUREMENTS.glob("packed-routing-*.json"))]
+    return "\n".join([*benches, *routings]) or NOT_YET
+
+
+def quantization_error() -> str:
+    """What formats of experts cost models, of tools/quantization_error.py."""
+    parts = [read(path.name) for path in sorted(MEASUREMENTS.glob("quantization-*.json"))]
+    return "\n".join(map(quantization_part, parts)) or NOT_YET
+
+
+def quantization_part(part: dict[str, Any]) -> str:
+    header = ["experts", "bits", "error of weights, %", "of layers, % (least–greatest)"]
+    header += ["bits per character", "perplexity", "easy tasks, %", "hard tasks, %"]
+    rows = []
+    for name, found in part["formats"].items():
+        layers, text, tasks = found.get("layers"), found["text"], found.get("tasks")
+        cells = [ABSENT] * 3
+        if layers:
+            weights = [layer[kind] for layer in layers for kind in ("gate_up", "down")]
+            outputs = [100 * layer["outputs"] for layer in layers]
+            errors = spread(statistics.median(outputs), min(outputs), max(outputs))
+            cells = [figure(found["bits"]), figure(100 * statistics.mean(weights)), errors]
+        shares = [ABSENT] * 2
+        if tasks:
+            shares = [f"{percent(t['accuracy'])} ± {percent(t['standard_error'])}" for t in tasks.values()]
+        rows.append([name, *cells, f"{text['bits_per_character']:.4f}", f"{text['perplexity_per_token']:.2f}", *shares])
+    characters = part["formats"][next(iter(part["formats"]))]["text"]["characters"]
+    return f"{part['model']}, {characters:,} characters of held-out text.\n\n" + table(header, rows) + origin(part)
+
+
+def memory() -> str:
+    """What models took of a card by the driver, beside the budget that was given."""
+    parts = [read(path.name) for path in sorted(MEASUREMENTS.glob("memory-*.json"))]
+    return "\n".join(map(memory_part, parts)) or NOT_YET
+
+
+def memory_part(part: dict[str, Any]) -> str:
+    header = ["budget", "experts in", "slots, % of experts", "by the plan used, GiB", "taken, GiB", "main memory, GiB"]
+    cells = []
+    for row in part["rows"]:
+        used = row["budget_bytes"] - row["plan"].get("not used", 0)
+        sizes = [used, max(row["taken_bytes"].values()), row["host_bytes"]]
+        share = percent(row["slot_share"]) if row["slots"] else "all resident"
+        cells.append([row["budget"], row["expert_dtype"], share, *(figure(size / 2**30) for size in sizes)])
+    text = f"{part['model']} in {part['dtype']}, a context of {part['max_context']:,} tokens.\n\n{table(header, cells)}"
+    if part["skipped"]:
+        text += "\nNot run:\n\n" + "".join(f"- {row['budget']}: {row['reason']}\n" for row in part["skipped"])
+    return text + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -411,7 +475,10 @@ REGIONS: dict[str, Callable[[], str]] = {
     "kernels": kernels,
     "profile-decode": profile_decode,
     "offload": offload,
-    "routing": routing,
+    "routing": lambda: routing(read("routing-qwen3-30b-a3b.json")),
+    "packed": packed,
+    "memory": memory,
+    "quantization-error": quantization_error,
 }
 
 

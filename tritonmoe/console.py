@@ -66,7 +66,7 @@ def _placement(options: argparse.Namespace) -> Placement:
     overrides = {"predictor" if name == "predict" else name: value for name, value in given.items()}
     return Placement(
         options.policy, options.gpu_memory, options.expert_slots, options.default_vectors, options.estimator,
-        options.hybrid, options.measure, overrides, options.expert_dtype, options.dense_dtype,
+        options.hybrid, options.measure, overrides, options.expert_dtype, options.dense_dtype, options.embedding,
     )  # fmt: skip
 
 

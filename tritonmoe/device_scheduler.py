@@ -18,7 +18,6 @@ steps, `store` before anything else uses the slots.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -29,6 +28,7 @@ from tritonmoe.counters import Counters
 from tritonmoe.errors import TransferError
 from tritonmoe.expert_store import ExpertStore, expert_name, not_arrived
 from tritonmoe.operations import Operations
+from tritonmoe.pinned_memory import device_address
 from tritonmoe.policy import Policy
 from tritonmoe.prefetch_guard import PrefetchGuard
 from tritonmoe.slot_pool import SlotPool
@@ -406,12 +406,10 @@ def device_addresses(store: ExpertStore, device: torch.device) -> dict[int, int]
         return store.addresses()
     if not store.is_pinned:
         return "the experts are not in pinned memory"
-    driver = ctypes.CDLL("libcuda.so.1")
     found = {}
     for layer, address in store.addresses().items():
-        mapped = ctypes.c_uint64()
-        code = driver.cuMemHostGetDevicePointer_v2(ctypes.byref(mapped), ctypes.c_void_p(address), 0)
-        if code != 0:
-            return f"the driver does not map the experts' memory (error {code})"
-        found[layer] = mapped.value
+        mapped = device_address(address)
+        if isinstance(mapped, str):
+            return mapped
+        found[layer] = mapped
     return found

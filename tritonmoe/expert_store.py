@@ -5,19 +5,18 @@ Dimensions: E experts of a layer, H hidden size, I intermediate size, S slots or
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
 import weakref
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from tritonmoe.errors import ConfigError
-from tritonmoe.memory import HUGE_PAGE_BYTES, empty_tensor
+from tritonmoe.pinned_memory import own_pages, register, unregister
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import PLAIN, ExpertWeights, Storage
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
@@ -27,9 +26,7 @@ logger = logging.getLogger(__name__)
 # Records that are not a multiple of 16 bytes lost 15-25 % when a kernel gathered them; 256 suits every engine.
 ALIGNMENT_BYTES = 256
 ARENA_BYTES = 16 << 30  # few registrations, of about a second each
-MAPPED_BYTES = 4 * HUGE_PAGE_BYTES  # from here on `empty_tensor` maps pages that nothing else shares
 NAMED = 5  # experts in a message
-REGISTER_PORTABLE, REGISTER_MAPPED = 1, 2  # cudaHostRegister: for every device, and readable by kernels
 
 
 class Part(NamedTuple):
@@ -131,7 +128,7 @@ class ExpertStore:
         self._records = {layer: records.unbind(0) for layer, records in layers.items()}
         # The list holds the arenas, so that none is unmapped before it is unregistered.
         self._registered: list[torch.Tensor] = []
-        weakref.finalize(self, _unregister, self._registered)
+        weakref.finalize(self, unregister, self._registered)
 
     @classmethod
     def allocate(cls, spec: ModelSpec, dtype: torch.dtype, storage: Storage = PLAIN) -> ExpertStore:
@@ -175,9 +172,9 @@ class ExpertStore:
             return self.is_pinned
         started = time.perf_counter()
         for arena in self._arenas:
-            problem = _register(arena, self._registered)
+            problem = register(arena, self._registered)
             if problem:
-                _unregister(self._registered)
+                unregister(self._registered)
                 logger.warning(
                     "pinning memory failed: experts stay in pageable memory (%s); copies will be slower", problem
                 )
@@ -189,7 +186,7 @@ class ExpertStore:
     def close(self) -> None:
         """Unregister the memory, from which no copy may be under way. The records stay readable, pageable."""
         self.is_pinned = False
-        _unregister(self._registered)
+        unregister(self._registered)
 
 
 def expert_name(layer_id: int, expert: int) -> str:
@@ -217,46 +214,7 @@ def _group(counts: dict[int, int], limit: int) -> list[list[int]]:
 
 
 def _empty_arena(num_records: int, layout: RecordLayout) -> torch.Tensor:
-    """Uninitialised host memory [num_records, layout.num_bytes] on pages of its own: a page is registered whole, and
-    once."""
-    num_bytes = num_records * layout.num_bytes
-    arena = empty_tensor((max(num_bytes, MAPPED_BYTES),), torch.uint8, torch.device("cpu"))
+    """Uninitialised host memory [num_records, layout.num_bytes] that can be pinned."""
+    arena = own_pages(num_records * layout.num_bytes)
     assert arena.data_ptr() % ALIGNMENT_BYTES == 0
-    return arena[:num_bytes].view(num_records, layout.num_bytes)
-
-
-def _register(arena: torch.Tensor, registered: list[torch.Tensor]) -> str:
-    """Pin one arena and add it to `registered`; returns why that failed, or nothing."""
-    if arena.nbytes == 0:  # refused as an invalid argument
-        return ""
-    try:
-        cudart = _cudart()
-        code = cudart.cudaHostRegister(arena.data_ptr(), arena.nbytes, REGISTER_PORTABLE | REGISTER_MAPPED)
-    except RuntimeError as problem:  # CUDA could not be initialised
-        return str(problem).partition("\n")[0]
-    if int(code) == 0:
-        registered.append(arena)
-        return ""
-    _clear_last_error()
-    return str(cudart.cudaGetErrorString(code))
-
-
-def _unregister(registered: list[torch.Tensor]) -> None:
-    """Make the arenas pageable again and forget them."""
-    while registered:
-        arena = registered.pop()
-        code = _cudart().cudaHostUnregister(arena.data_ptr())
-        if int(code) != 0:
-            _clear_last_error()
-            logger.warning("%.3g GB of experts could not be unregistered (error %d)", arena.nbytes / 1e9, int(code))
-
-
-def _cudart() -> Any:
-    """The CUDA runtime as torch binds it, which its stubs do not describe."""
-    return torch.cuda.cudart()
-
-
-def _clear_last_error() -> None:
-    """CUDA keeps the error of a refused call for the next kernel launch to report, as if that had failed."""
-    with contextlib.suppress(RuntimeError):
-        torch.empty(1, device="cuda").fill_(0.0)
+    return arena.view(num_records, layout.num_bytes)

@@ -88,6 +88,9 @@ def build_parser() -> argparse.ArgumentParser:
         metavar="FORM",
         help="keep attention, shared experts and the head as published (default), or in fp8 or int8",
     )
+    group.add_argument(
+        "--embedding", choices=("device", "host"), default="device", help="where the table of embeddings is kept"
+    )
     group.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     group.add_argument("--gpu-memory", metavar="SIZE", help="to use: 10GiB, 80%% of what is free, auto: all of it")
     group.add_argument("--expert-slots", metavar="N|P%", help="experts to hold on the device, of all layers")

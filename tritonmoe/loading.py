@@ -146,6 +146,27 @@ def load_weights(
     return weights
 
 
+class Source(NamedTuple):
+    """A checkpoint to be converted, not loaded: every tensor has its place, and none of the targets has memory."""
+
+    entries: dict[str, TensorEntry]  # by canonical name
+    targets: dict[str, Target]
+
+
+def open_source(folder: Path, spec: ModelSpec) -> Source:
+    """As strictly as `load_weights` does; CheckpointError, too, for matrices that are quantised already."""
+    checkpoint = open_checkpoint(folder)
+    found = _canonical_entries(checkpoint)
+    weights = allocate(spec, torch.device("meta"), torch.float32)
+    if published_storage(folder, spec) != PLAIN or load_quantization(folder) is not None:
+        raise CheckpointError(f"{folder}: is quantised already; use the checkpoint that it was made from")
+    if weights.head is weights.embedding and "lm_head.weight" in found:
+        weights.head = torch.empty_like(weights.embedding)
+    targets = _targets(spec, weights, found)
+    _account(checkpoint, spec, targets, found)
+    return Source(found, targets)
+
+
 def published_storage(folder: Path, spec: ModelSpec) -> Storage:
     """What the checkpoint in `folder` has in fewer bits and is to be kept so: the routed experts."""
     found = _canonical_entries(open_checkpoint(folder))
@@ -401,8 +422,7 @@ def _read_all(
         idle.put(reader)
     pool = ThreadPoolExecutor(len(readers))
     threads = torch.get_num_threads()
-    if len(readers) > NUM_READERS:
-        torch.set_num_threads(1)  # of each that quantises
+    torch.set_num_threads(1)  # of each reader: more stand in each other's way
     total = sum(entry.num_bytes for entry in entries.values())
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:

@@ -54,7 +54,7 @@ class MemoryPlan:
     layer_slots: int  # likewise; the fewest that hold what a layer of a decode step needs, so that it runs at once
     num_experts: int  # of all layers together
     fits_resident: bool  # whether the budget holds every expert
-    host_bytes: int  # of main memory that all experts take where they are not resident, else 0
+    host_bytes: int  # of main memory: all experts where they are not resident, and the embedding if it is there
 
     @property
     def slot_share(self) -> float:
@@ -183,7 +183,8 @@ class _Division:
                 max(budget.resident_bytes, budget.limit_bytes),
                 ["--policy exact, which needs room for few of the experts"],
             )
-        return self._plan(self._resident_row, budget, budget.resident_bytes)
+        host_bytes = self._embedding_bytes()
+        return self._plan(self._resident_row, budget, budget.resident_bytes, host_bytes=host_bytes)
 
     def slots(self, budget: Budget, expert_slots: str | None) -> MemoryPlan:
         record_bytes = RecordLayout.of(self._spec, self._dtype, self._storage).num_bytes
@@ -211,7 +212,7 @@ class _Division:
             if expert_slots is None and self._unpredicted_minimum() <= fitting:
                 remedies.append("--policy on-demand, which prefetches nothing")
             raise self._refusal(row, budget.num_bytes, budget.limit_bytes, remedies)
-        host_bytes = self._num_experts * record_bytes
+        host_bytes = self._num_experts * record_bytes + self._embedding_bytes()
         return self._plan(row, budget, budget.num_bytes, wanted, minimum, host_bytes)
 
     def _fixed(self, context: int) -> list[tuple[str, int]]:
@@ -220,8 +221,10 @@ class _Division:
         workspace = step_bytes(spec, self._device, dtype, context)
         if dense is not None:
             workspace += DEQUANTIZED_BYTES * min(DEQUANTIZED_ELEMENTS, spec.vocab_size * spec.hidden_size)
+        kind = "" if dense is None else f", most in {dense.name}"
+        without = "experts and embedding" if self._storage.embedding_on_host else "experts"
         rows = [
-            (f"weights without experts{'' if dense is None else f', most in {dense.name}'}", self._weight_bytes),
+            (f"weights without {without}{kind}", self._weight_bytes),
             (f"KV cache of {batch} x {context} tokens", self._kv_bytes(context)),
             ("workspace of a prefill step", workspace),
             ("default vectors", self._vector_bytes()),
@@ -229,6 +232,11 @@ class _Division:
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]
+
+    def _embedding_bytes(self) -> int:
+        """In main memory."""
+        table = self._spec.vocab_size * self._spec.hidden_size * self._dtype.itemsize
+        return table if self._storage.embedding_on_host else 0
 
     def _kv_bytes(self, context: int) -> int:
         return self._batch * context * kv_bytes_per_token(self._spec, self._dtype)

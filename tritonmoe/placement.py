@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Placement:
     `policy` is the name of a preset, `overrides` what replaces its choices (arguments of `policy.resolve`);
     `measure` has the true routers evaluated too where guesses are executed, for the report: it costs time.
     `gpu_memory` and `expert_slots` are written as on the command line: "10GiB" or "80%", "512" or "25%"; so are
-    `expert_dtype` and `dense_dtype`, the forms in which weights are kept.
+    `expert_dtype` and `dense_dtype`, the forms in which weights are kept, and `embedding`, where that is.
     """
 
     policy: str | None = None
@@ -55,6 +55,7 @@ class Placement:
     overrides: dict[str, Any] = field(default_factory=dict)
     expert_dtype: str = PUBLISHED
     dense_dtype: str = PUBLISHED
+    embedding: str = "device"
 
     @property
     def leaves_policy_open(self) -> bool:
@@ -103,12 +104,14 @@ def load_decoder(
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
-    published = published_storage(loading.folder, spec)
+    published = replace(
+        published_storage(loading.folder, spec), embedding_on_host=_embedding_on_host(placement, device)
+    )
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
     files = PredictionFiles.found(loading.folder, placement)
-    policy, storage, division = _choose(loading, placement, storages, max_context, batch, files)
+    policy, storage, division = decide(loading, placement, storages, max_context, batch, files)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
@@ -176,7 +179,15 @@ class PredictionFiles:
         return load_estimator(self.estimator, spec, weights, identity), kinds
 
 
-def _choose(
+def _embedding_on_host(placement: Placement, device: torch.device) -> bool:
+    if placement.embedding not in ("device", "host"):
+        raise InputError(f"--embedding {placement.embedding!r} is not known; use device or host")
+    if placement.embedding == "host" and device.type == "cpu":
+        raise InputError("--embedding host: there is no GPU, and all is in main memory; leave it out")
+    return placement.embedding == "host"
+
+
+def decide(
     loading: Loading,
     placement: Placement,
     storages: list[Storage],
@@ -191,8 +202,13 @@ def _choose(
 
     storage, reason = storages[0], None
     if placement.expert_dtype == AUTO:
-        is_cpu = loading.device.type == "cpu"  # where the budget already takes account of the store
-        free = sys.maxsize if is_cpu else available_bytes(torch.device("cpu"))
+        if placement.expert_slots is not None:
+            raise InputError(
+                "--expert-dtype auto decides by the slots that forms leave room for; leave out --expert-slots"
+            )
+        # On a CPU the budget already takes account of the store.
+        is_bounded = loading.device.type != "cpu" and loading.check_memory
+        free = available_bytes(torch.device("cpu")) if is_bounded else sys.maxsize
         storage, divided, reason = choose(storages, loading.dtype, divide, free)
     else:
         divided = divide(storage)

@@ -34,6 +34,7 @@ Layout = Literal["scaled", "words", "bytes", "awq", "gptq"]
 AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)  # of the code of each of eight rows in its word
 SCALES = (torch.float16, torch.bfloat16, torch.float32)
 WORDS, BYTES = (torch.int32,), (torch.uint8,)
+LEAST_GROUP = {4: 32, 8: 16}  # columns, by the bits of a code: 16 bytes, which kernels read at a time
 UNUSED = ("input_scale", "output_scale")  # of activations, which are not quantised here
 
 
@@ -128,6 +129,18 @@ class PublishedFormat:
             zeros = None
         form = self.weight_format(columns, scales.dtype)
         return QuantizedMatrix(form, codes, scales, zeros)
+
+    def encode(self, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
+        """The tensors that `decode` makes `matrix` of, in the layouts that are written: "scaled", "words", "bytes"."""
+        if self.layout == "scaled":
+            return {"weight": matrix.codes, self.scale_name: matrix.scales}
+        if self.layout == "bytes":
+            return {"weight_packed": matrix.codes, "weight_scale": matrix.scales}
+        assert self.layout == "words", f"{self.layout} is not written"
+        assert matrix.zeros is None, "zero points are not written"
+        codes = matrix.codes if self.bits == 4 else matrix.codes.view(torch.uint8) ^ 128
+        shape = torch.tensor(matrix.shape, dtype=torch.int64)
+        return {"weight_packed": codes.view(torch.int32), "weight_scale": matrix.scales, "weight_shape": shape}
 
 
 Decoded = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]  # codes, scales, zero points [rows, groups]
@@ -225,8 +238,11 @@ def parse_quantization(config: ConfigReader) -> PublishedFormat | None:
         config.raw(name)
     found = parsers[method](config)
     group = None if found is None else found.group
-    if group is not None and (group < 2 or group & (group - 1)):
-        raise ConfigError(f"{config.where}: groups of {group} columns are not supported (supported: powers of two)")
+    if found is not None and group is not None and (group < LEAST_GROUP[found.bits] or group & (group - 1)):
+        raise ConfigError(
+            f"{config.where}: groups of {group} columns are not supported "
+            f"(supported: powers of two from {LEAST_GROUP[found.bits]})"
+        )
     return found
 
 

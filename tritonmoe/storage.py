@@ -20,8 +20,8 @@ FLOATS = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DENSE_FORMATS = ("fp8", "int8")
 # What `auto` goes down to, by measured error for each bit (docs/quantization.md).
 NARROWER = ("int8", "int4")
-# Of all experts, that `auto` wants in slots. With a quarter, traces of real routing find most of what they need there,
-# and a step takes a few times the resident one; with fewer it soon takes as long as the link needs for everything.
+# Of all experts, that `auto` wants in slots. With fewer a step is mostly bytes over the link, and halving those nearly
+# halves it; with more, slots are bought with accuracy and bring less.
 WANTED_SHARE = 0.25
 
 
@@ -36,6 +36,11 @@ def resolve_storage(
     if dense_dtype not in (PUBLISHED, *DENSE_FORMATS):
         raise InputError(f"--dense-dtype {dense_dtype!r} is not known; use {PUBLISHED}, {' or '.join(DENSE_FORMATS)}")
     found = published if dense_dtype == PUBLISHED else replace(published, dense=EXPERT_FORMATS[dense_dtype])
+    if found.embedding_on_host and spec.tied_head and found.dense is None:
+        raise InputError(
+            "--embedding host: the head of this model is its embedding, and is computed with on the device; "
+            "add --dense-dtype int8, which makes a head of its own, or leave it out"
+        )
     if expert_dtype in (PUBLISHED, AUTO):
         # Nothing is gained by other codes of as many bits.
         bits = 16 if published.experts is None else published.experts.bits

@@ -13,16 +13,19 @@ import torch
 
 from tritonmoe.matrices import empty_matrix, parts, row_groups
 from tritonmoe.memory import empty_tensor
+from tritonmoe.pinned_memory import mapped_tensor
 from tritonmoe.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
 
 
 @dataclass(frozen=True)
 class Storage:
-    """The formats of matrices that are kept in fewer bits; None: in the model's dtype, as everything else."""
+    """How weights are kept: the formats of those in fewer bits (None: in the model's dtype), and where the table of
+    embeddings is, of which a GPU needs a row for each token."""
 
     experts: WeightFormat | None = None
     dense: WeightFormat | None = None  # attention's projections, dense and shared GLUs, the head
+    embedding_on_host: bool = False  # in main memory that the device can read, with an untied or a quantised head
 
     def expert_format(self, intermediate: int) -> WeightFormat | None:
         """That of experts of this intermediate size: the same for gate_up, whose halves share no scale, and down."""
@@ -118,14 +121,14 @@ class Allocator:
 
     def model(self) -> ModelWeights:
         spec = self.spec
-        embedding = self.matrix(spec.vocab_size, spec.hidden_size)
+        shape = spec.vocab_size, spec.hidden_size
+        is_mapped = self.storage.embedding_on_host and self.device.type == "cuda"
+        embedding = mapped_tensor(shape, self.dtype, self.device) if is_mapped else self.matrix(*shape)
         return ModelWeights(
             embedding=embedding,
             layers=[self.layer(i, layer) for i, layer in enumerate(spec.layers)],
             final_norm=self.exact(spec.hidden_size),
-            head=embedding
-            if spec.tied_head and self.storage.dense is None
-            else self.dense(spec.vocab_size, spec.hidden_size),
+            head=embedding if spec.tied_head and self.storage.dense is None else self.dense(*shape),
             storage=self.storage,
         )
 
@@ -212,6 +215,8 @@ def weight_bytes(spec: ModelSpec, dtype: torch.dtype, with_experts: bool = True,
     """
     weights = allocate(spec, torch.device("meta"), dtype, storage=storage)
     sizes = {id(tensor): tensor.nbytes for tensor in iter_tensors(weights)}
+    if storage.embedding_on_host:
+        del sizes[id(weights.embedding)]
     if not with_experts:
         for tensor in iter_tensors([layer.moe.experts for layer in weights.layers if layer.moe is not None]):
             del sizes[id(tensor)]

@@ -26,31 +26,25 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
-from tritonmoe_kernels.tiles import cdiv, next_power_of_2
+from tritonmoe_kernels.tiles import cdiv
+from tritonmoe_kernels.weight_tiles import (
+    check_matrix,
+    fetch_weights,
+    load_columns,
+    operands,
+    products,
+    spread_out,
+    step_columns,
+    step_of_x,
+    tile_rows,
+)
 
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
-
-
-@triton.jit
-def _load_columns(pointers, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
-    """Values at `pointers`, zero where a column is beyond the last; `columns` has the rank of `pointers`."""
-    is_whole: tl.constexpr = NUM_COLUMNS % BLOCK_K == 0
-    if is_whole:
-        values = tl.load(pointers, eviction_policy=EVICT)
-    else:
-        values = tl.load(pointers, mask=columns < NUM_COLUMNS, other=0.0, eviction_policy=EVICT)
-    return values
-
-
-@triton.jit
-def _weight_tile(matrix_ptr, rows, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, EVICT: tl.constexpr):
-    """Tile [rows, columns] of one slot's matrix: the only place where weights are fetched."""
-    pointers = matrix_ptr + rows[:, None] * NUM_COLUMNS + columns[None, :]
-    return _load_columns(pointers, columns[None, :], NUM_COLUMNS, BLOCK_K, EVICT)
 
 
 @triton.jit
@@ -70,9 +64,9 @@ def _gate_up_decode_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
     x_ptr,  # [T, HIDDEN]
     slot_ids_ptr,  # [T · K]
-    gate_up_ptr,  # [S, 2 · INTERMEDIATE, HIDDEN]
+    gate_up,  # Parts of [S, 2 · INTERMEDIATE, HIDDEN]
     bias_ptr,  # [S, 2 · INTERMEDIATE] or None
-    stride_ws,
+    strides_ws,
     stride_bs,
     limit,
     alpha,
@@ -80,6 +74,7 @@ def _gate_up_decode_kernel(
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     KIND: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVICT: tl.constexpr,
@@ -91,26 +86,28 @@ def _gate_up_decode_kernel(
     slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
     if slot < 0:
         return
-    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate_rows = tl.minimum(units, INTERMEDIATE - 1)  # beyond the end: the last row again, not stored
-    up_rows = gate_rows + INTERMEDIATE
-    matrix_ptr = gate_up_ptr + slot * stride_ws
+    first = tl.program_id(1) * BLOCK_N
+    rows = tile_rows(first, INTERMEDIATE, BLOCK_N)
     row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
-    gate_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    up_sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    gate_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
+    up_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)
-        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K, EVICT)
-        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K, EVICT)
-        x = _load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)[None, :]
-        gate_sums += gate_tile.to(tl.float32) * x
-        up_sums += up_tile.to(tl.float32) * x
+        gate_tile = fetch_weights(gate_up, strides_ws, slot, first, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT)
+        up_tile = fetch_weights(
+            gate_up, strides_ws, slot, first + INTERMEDIATE, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT
+        )
+        columns = step_of_x(start, LAYOUT, BLOCK_K)
+        x = load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)
+        gate_sums += products(gate_tile, x, LAYOUT)
+        up_sums += products(up_tile, x, LAYOUT)
     gate = tl.sum(gate_sums, axis=1)
     up = tl.sum(up_sums, axis=1)
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + slot * stride_bs + gate_rows).to(tl.float32)
-        up += tl.load(bias_ptr + slot * stride_bs + up_rows).to(tl.float32)
+        bias_ptr += slot * stride_bs + first
+        gate += tl.load(bias_ptr + rows).to(tl.float32)
+        up += tl.load(bias_ptr + INTERMEDIATE + rows).to(tl.float32)
     hidden = _activation(gate, up, limit, alpha, KIND)
+    units = first + tl.arange(0, BLOCK_N)
     pointers = hidden_ptr + pair * INTERMEDIATE + units
     tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=units < INTERMEDIATE)
 
@@ -120,12 +117,13 @@ def _down_decode_kernel(
     out_ptr,  # [T · K, HIDDEN]
     hidden_ptr,  # [T · K, INTERMEDIATE]
     slot_ids_ptr,  # [T · K]
-    down_ptr,  # [S, HIDDEN, INTERMEDIATE]
+    down,  # Parts of [S, HIDDEN, INTERMEDIATE]
     bias_ptr,  # [S, HIDDEN] or None
-    stride_ws,
+    strides_ws,
     stride_bs,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVICT: tl.constexpr,
@@ -137,24 +135,24 @@ def _down_decode_kernel(
         await_inputs(PDL)
         release_dependents(PDL)
         return
-    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(units, HIDDEN - 1)
-    matrix_ptr = down_ptr + slot * stride_ws
+    first = tl.program_id(1) * BLOCK_N
+    rows = tile_rows(first, HIDDEN, BLOCK_N)
     row_ptr = hidden_ptr + pair * INTERMEDIATE
-    tile = _weight_tile(matrix_ptr, rows, tl.arange(0, BLOCK_K), INTERMEDIATE, BLOCK_K, EVICT)
+    tile = fetch_weights(down, strides_ws, slot, first, rows, 0, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
     await_inputs(PDL)
     release_dependents(PDL)
-    columns = tl.arange(0, BLOCK_K)
-    hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)[None, :]
-    sums = tile.to(tl.float32) * hidden
+    columns = step_of_x(0, LAYOUT, BLOCK_K)
+    hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
+    sums = products(tile, hidden, LAYOUT)
     for start in range(BLOCK_K, INTERMEDIATE, BLOCK_K):
-        columns = start + tl.arange(0, BLOCK_K)
-        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K, EVICT)
-        hidden = _load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)[None, :]
-        sums += tile.to(tl.float32) * hidden
+        tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
+        columns = step_of_x(start, LAYOUT, BLOCK_K)
+        hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
+        sums += products(tile, hidden, LAYOUT)
     out = tl.sum(sums, axis=1)
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + slot * stride_bs + rows).to(tl.float32)
+        out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)
+    units = first + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + pair * HIDDEN + units, out.to(out_ptr.dtype.element_ty), mask=units < HIDDEN)
 
 
@@ -164,10 +162,10 @@ def _gate_up_prefill_kernel(
     x_ptr,  # [T, HIDDEN]
     pairs_ptr,  # [blocks · BLOCK_M]
     block_slots_ptr,  # [blocks]
-    gate_up_ptr,  # [S, 2 · INTERMEDIATE, HIDDEN]
+    gate_up,  # Parts of [S, 2 · INTERMEDIATE, HIDDEN]
     bias_ptr,  # [S, 2 · INTERMEDIATE] or None
     num_pairs,
-    stride_ws,
+    strides_ws,
     stride_bs,
     limit,
     alpha,
@@ -175,6 +173,7 @@ def _gate_up_prefill_kernel(
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     KIND: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -187,24 +186,26 @@ def _gate_up_prefill_kernel(
     pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     is_pair = pairs < num_pairs
     tokens = tl.where(is_pair, pairs // TOP_K, 0).to(tl.int64)  # padding computes token 0, not stored
-    units = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    gate_rows = tl.minimum(units, INTERMEDIATE - 1)
-    up_rows = gate_rows + INTERMEDIATE
-    matrix_ptr = gate_up_ptr + slot * stride_ws
+    first = (tl.program_id(0) % column_tiles) * BLOCK_N
+    rows = tile_rows(first, INTERMEDIATE, BLOCK_N)
     row_ptrs = x_ptr + tokens[:, None] * HIDDEN
     gate = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, HIDDEN, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        x = _load_columns(row_ptrs + columns[None, :], columns[None, :], HIDDEN, BLOCK_K, "")
-        gate_tile = _weight_tile(matrix_ptr, gate_rows, columns, HIDDEN, BLOCK_K, "")
-        up_tile = _weight_tile(matrix_ptr, up_rows, columns, HIDDEN, BLOCK_K, "")
-        gate = tl.dot(x, gate_tile.T, gate, input_precision="ieee")
-        up = tl.dot(x, up_tile.T, up, input_precision="ieee")
+        x = load_columns(row_ptrs + columns[None, :], columns[None, :], HIDDEN, BLOCK_K, "")
+        gate_tile = fetch_weights(gate_up, strides_ws, slot, first, rows, start, LAYOUT, HIDDEN, BLOCK_K, "")
+        up_tile = fetch_weights(
+            gate_up, strides_ws, slot, first + INTERMEDIATE, rows, start, LAYOUT, HIDDEN, BLOCK_K, ""
+        )
+        gate = tl.dot(x, spread_out(gate_tile, LAYOUT, x.dtype).T, gate, input_precision="ieee")
+        up = tl.dot(x, spread_out(up_tile, LAYOUT, x.dtype).T, up, input_precision="ieee")
     if bias_ptr is not None:
-        gate += tl.load(bias_ptr + slot * stride_bs + gate_rows).to(tl.float32)[None, :]
-        up += tl.load(bias_ptr + slot * stride_bs + up_rows).to(tl.float32)[None, :]
+        bias_ptr += slot * stride_bs + first
+        gate += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
+        up += tl.load(bias_ptr + INTERMEDIATE + rows).to(tl.float32)[None, :]
     hidden = _activation(gate, up, limit, alpha, KIND)
+    units = first + tl.arange(0, BLOCK_N)
     pointers = hidden_ptr + pairs.to(tl.int64)[:, None] * INTERMEDIATE + units[None, :]
     mask = is_pair[:, None] & (units < INTERMEDIATE)[None, :]
     tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=mask)
@@ -216,13 +217,14 @@ def _down_prefill_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
     pairs_ptr,  # [blocks · BLOCK_M]
     block_slots_ptr,  # [blocks]
-    down_ptr,  # [S, HIDDEN, INTERMEDIATE]
+    down,  # Parts of [S, HIDDEN, INTERMEDIATE]
     bias_ptr,  # [S, HIDDEN] or None
     num_pairs,
-    stride_ws,
+    strides_ws,
     stride_bs,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -236,17 +238,17 @@ def _down_prefill_kernel(
     is_pair = pairs < num_pairs
     # Padding computes pair 0 (or what lies in its place), not stored.
     row_ptrs = hidden_ptr + tl.where(is_pair, pairs, 0).to(tl.int64)[:, None] * INTERMEDIATE
-    units = (tl.program_id(0) % column_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(units, HIDDEN - 1)
-    matrix_ptr = down_ptr + slot * stride_ws
+    first = (tl.program_id(0) % column_tiles) * BLOCK_N
+    rows = tile_rows(first, HIDDEN, BLOCK_N)
     out = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(0, INTERMEDIATE, BLOCK_K):
         columns = start + tl.arange(0, BLOCK_K)
-        hidden = _load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K, "")
-        tile = _weight_tile(matrix_ptr, rows, columns, INTERMEDIATE, BLOCK_K, "")
-        out = tl.dot(hidden, tile.T, out, input_precision="ieee")
+        hidden = load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K, "")
+        tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, "")
+        out = tl.dot(hidden, spread_out(tile, LAYOUT, hidden.dtype).T, out, input_precision="ieee")
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + slot * stride_bs + rows).to(tl.float32)[None, :]
+        out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)[None, :]
+    units = first + tl.arange(0, BLOCK_N)
     pointers = out_ptr + pairs.to(tl.int64)[:, None] * HIDDEN + units[None, :]
     mask = is_pair[:, None] & (units < HIDDEN)[None, :]
     tl.store(pointers, out.to(out_ptr.dtype.element_ty), mask=mask)
@@ -286,8 +288,8 @@ def _combine_kernel(
 def expert_gemm(
     x: torch.Tensor,
     slot_ids: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
+    gate_up: Matrix,
+    down: Matrix,
     gate_up_bias: torch.Tensor | None = None,
     down_bias: torch.Tensor | None = None,
     kind: str = "silu",
@@ -303,7 +305,7 @@ def expert_gemm(
 
     x [T, H]; slot_ids [T, K] int32, -1 where absent; gate_up [S, 2I, H] (gate rows, then up rows); down [S, H, I];
     biases [S, 2I] and [S, H]. Slots may be any stride apart (records of a pool; a multiple of 16 elements keeps loads
-    wide), each matrix is contiguous. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
+    wide), each matrix is contiguous. Both matrices may be quantised, in one format. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
     passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
     `part` "gate_up" (which returns `hidden`) or "down" runs that half alone of the decode form: experts that arrive
     late are put through gate_up when they are there, and then all through down. As down reads ids and weights early
@@ -330,7 +332,8 @@ def expert_gemm(
         if part != "gate_up":
             _down_decode(slot_ids, down, down_bias, out, hidden)
     else:
-        launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device)
+        name = _format_name(gate_up)
+        launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device, name)
         blocks = sort_tokens(slot_ids, gate_up.shape[0], launch["block_m"], num_experts)
         _prefill(x, blocks, launch, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha, out, hidden)
     return out
@@ -377,17 +380,23 @@ def combine(
     return out
 
 
+def _format_name(matrix: Matrix) -> str | None:
+    return matrix.format.name if isinstance(matrix, QuantizedMatrix) else None
+
+
 def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> None:
     tokens, top_k = slot_ids.shape
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
-    launch = launch_config("expert_gate_up_decode", x.dtype, (intermediate, hidden_size), tokens, x.device)
+    parts, strides, layout = operands(gate_up)
+    shape = (intermediate, hidden_size)
+    launch = launch_config("expert_gate_up_decode", x.dtype, shape, tokens, x.device, layout.name)
     _gate_up_decode_kernel[(tokens * top_k, cdiv(intermediate, launch["block_n"]))](
         hidden,
         x,
         slot_ids,
-        gate_up,
+        parts,
         bias,
-        gate_up.stride(0),
+        strides,
         0 if bias is None else bias.stride(0),
         limit,
         alpha,
@@ -395,8 +404,9 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> N
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         KIND=kind,
+        LAYOUT=layout,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=min(launch["block_k"], next_power_of_2(hidden_size)),
+        BLOCK_K=step_columns(layout, hidden_size, launch["block_k"]),
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
         **launch_options(x.device),
@@ -405,20 +415,23 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> N
 
 def _down_decode(slot_ids, down, bias, out, hidden) -> None:
     tokens, top_k = slot_ids.shape
-    _, hidden_size, intermediate = down.shape
-    launch = launch_config("expert_down_decode", hidden.dtype, (hidden_size, intermediate), tokens, hidden.device)
+    hidden_size, intermediate = down.shape[1:]
+    parts, strides, layout = operands(down)
+    shape = (hidden_size, intermediate)
+    launch = launch_config("expert_down_decode", hidden.dtype, shape, tokens, hidden.device, layout.name)
     _down_decode_kernel[(tokens * top_k, cdiv(hidden_size, launch["block_n"]))](
         out,
         hidden,
         slot_ids,
-        down,
+        parts,
         bias,
-        down.stride(0),
+        strides,
         0 if bias is None else bias.stride(0),
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
+        LAYOUT=layout,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=min(launch["block_k"], next_power_of_2(intermediate)),
+        BLOCK_K=step_columns(layout, intermediate, launch["block_k"]),
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
         **launch_options(hidden.device),
@@ -430,15 +443,16 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
     num_pairs, top_k = out.shape[0] * out.shape[1], out.shape[1]
     _, hidden_size, intermediate = down.shape
     launch = table["gate_up"]
+    parts, strides, layout = operands(gate_up)
     _gate_up_prefill_kernel[(num_blocks * cdiv(intermediate, launch["block_n"]),)](
         hidden,
         x,
         blocks.pairs,
         blocks.block_slots,
-        gate_up,
+        parts,
         gate_up_bias,
         num_pairs,
-        gate_up.stride(0),
+        strides,
         0 if gate_up_bias is None else gate_up_bias.stride(0),
         limit,
         alpha,
@@ -446,6 +460,7 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         KIND=kind,
+        LAYOUT=layout,
         BLOCK_M=table["block_m"],
         BLOCK_N=launch["block_n"],
         BLOCK_K=launch["block_k"],
@@ -453,18 +468,20 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
         num_stages=launch["num_stages"],
     )
     launch = table["down"]
+    parts, strides, layout = operands(down)
     _down_prefill_kernel[(num_blocks * cdiv(hidden_size, launch["block_n"]),)](
         out,
         hidden,
         blocks.pairs,
         blocks.block_slots,
-        down,
+        parts,
         down_bias,
         num_pairs,
-        down.stride(0),
+        strides,
         0 if down_bias is None else down_bias.stride(0),
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
+        LAYOUT=layout,
         BLOCK_M=table["block_m"],
         BLOCK_N=launch["block_n"],
         BLOCK_K=launch["block_k"],
@@ -474,19 +491,21 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
 
 
 def _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind) -> None:
-    if x.dim() != 2 or slot_ids.dim() != 2 or gate_up.dim() != 3 or down.dim() != 3:
+    if x.dim() != 2 or slot_ids.dim() != 2 or len(gate_up.shape) != 3 or len(down.shape) != 3:
         shapes = [list(tensor.shape) for tensor in (x, slot_ids, gate_up, down)]
         raise ValueError(f"x [T, H], slot_ids [T, K], gate_up [S, 2I, H], down [S, H, I] expected, not {shapes}")
     slots, hidden_size, intermediate = down.shape
     check_tensor("x", x, (None, hidden_size), FLOATS, x.device)
     check_tensor("slot_ids", slot_ids, (len(x), None), (torch.int32,), x.device)
-    per_slot = {
-        "gate_up": (gate_up, (slots, 2 * intermediate, hidden_size)),
-        "down": (down, (slots, hidden_size, intermediate)),
+    check_matrix("gate_up", gate_up, (slots, 2 * intermediate, hidden_size), x.dtype, x.device, strided=1)
+    check_matrix("down", down, (slots, hidden_size, intermediate), x.dtype, x.device, strided=1)
+    if _format_name(gate_up) != _format_name(down):
+        raise ValueError(f"gate_up is {_format_name(gate_up)} and down is {_format_name(down)}: one format expected")
+    biases = {
         "gate_up_bias": (gate_up_bias, (slots, 2 * intermediate)),
         "down_bias": (down_bias, (slots, hidden_size)),
     }
-    for name, (tensor, shape) in per_slot.items():
+    for name, (tensor, shape) in biases.items():
         if tensor is not None:
             check_tensor(name, tensor, shape, (x.dtype,), x.device, strided=1)
     if kind not in KINDS:

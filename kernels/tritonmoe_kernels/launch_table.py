@@ -1,4 +1,4 @@
-"""Launch configurations by kernel, architecture, dtype, shape and tokens: `launch_table.json`.
+"""Launch configurations by kernel, architecture, dtype, weight format, shape and tokens: `launch_table.json`.
 
 The first row that matches is taken, so rows for a measured shape stand before the general ones; tools/tune_kernels.py
 writes them. A configuration depends on nothing else: not on how many experts are present, nor on what was launched
@@ -17,16 +17,24 @@ import torch
 
 @functools.cache
 def rows() -> list[dict[str, Any]]:
-    """The table: {kernel, architecture, bits, shape, tokens, config}; null matches anything, `tokens` is the most."""
+    """The table: {kernel, architecture, bits, format, shape, tokens, config}.
+
+    null matches anything, but of `format`, which rows of plain weights do not have; `tokens` is the most.
+    """
     text = (resources.files("tritonmoe_kernels") / "launch_table.json").read_text(encoding="utf-8")
     return json.loads(text)
 
 
 def launch_config(
-    kernel: str, dtype: torch.dtype, shape: tuple[int, ...], tokens: int, device: torch.device
+    kernel: str,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    tokens: int,
+    device: torch.device,
+    weight_format: str | None = None,
 ) -> dict[str, Any]:
-    """The configuration of `kernel` for weights of `shape` and a step of `tokens`."""
-    return _find(kernel, architecture(device), 8 * dtype.itemsize, shape, tokens)
+    """The configuration of `kernel` for weights of `shape` and a step of `tokens`; `dtype` is that of x."""
+    return _find(kernel, architecture(device), 8 * dtype.itemsize, weight_format, shape, tokens)
 
 
 @functools.cache
@@ -41,14 +49,18 @@ def architecture(device: torch.device) -> str:
 
 
 @functools.cache
-def _find(kernel: str, arch: str, bits: int, shape: tuple[int, ...], tokens: int) -> dict[str, Any]:
+def _find(
+    kernel: str, arch: str, bits: int, weight_format: str | None, shape: tuple[int, ...], tokens: int
+) -> dict[str, Any]:
     for row in rows():
         if (
             row["kernel"] == kernel
+            and row.get("format") == weight_format
             and row["bits"] in (None, bits)
             and (row["architecture"] is None or arch.startswith(row["architecture"]))
             and (row["shape"] is None or tuple(row["shape"]) == shape)
             and (row["tokens"] is None or tokens <= row["tokens"])
         ):
             return row["config"]
-    raise KeyError(f"launch_table.json has no row for {kernel}, {arch}, {bits} bits, {shape}, {tokens} tokens")
+    weights = "" if weight_format is None else f" of {weight_format}"
+    raise KeyError(f"launch_table.json has no row for {kernel}{weights}, {arch}, {bits} bits, {shape}, {tokens} tokens")

@@ -17,55 +17,57 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.quantized import Matrix
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
+from tritonmoe_kernels.weight_tiles import (
+    check_matrix,
+    fetch_weights,
+    load_columns,
+    operands,
+    products,
+    step_columns,
+    step_of_x,
+    tile_rows,
+)
 
 MAX_TOKENS = 16  # every token reads the weights again, from L2: beyond, a matrix product is faster
 
 
 @triton.jit
-def _weight_rows(row_ptrs, columns, H: tl.constexpr, BLOCK_K: tl.constexpr):
-    if H % BLOCK_K == 0:
-        tile = tl.load(row_ptrs[:, None] + columns[None, :])
-    else:
-        tile = tl.load(row_ptrs[:, None] + columns[None, :], mask=(columns < H)[None, :], other=0.0)
-    return tile
-
-
-@triton.jit
-def _products(tile, x_ptr, norm_weight_ptr, inverse, columns, H: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr):
-    """Weights times x, normed where there is a norm, in float32."""
-    x = tl.load(x_ptr + columns, mask=columns < H, other=0.0)
+def _normed(x_ptr, norm_weight_ptr, inverse, columns, H: tl.constexpr, BLOCK_K: tl.constexpr, PLUS_ONE: tl.constexpr):
+    """x at `columns` in float32, normed and rounded to its dtype where there is a norm."""
+    x = load_columns(x_ptr + columns, columns, H, BLOCK_K, "")
     if norm_weight_ptr is not None:
-        norm_weight = tl.load(norm_weight_ptr + columns, mask=columns < H, other=0.0).to(tl.float32)
-        if WEIGHT_PLUS_ONE:
+        norm_weight = load_columns(norm_weight_ptr + columns, columns, H, BLOCK_K, "").to(tl.float32)
+        if PLUS_ONE:
             norm_weight += 1.0
         x = (x.to(tl.float32) * inverse * norm_weight).to(x.dtype)
-    return tile.to(tl.float32) * x.to(tl.float32)[None, :]
+    return x.to(tl.float32)
 
 
 @triton.jit
 def _linear_kernel(
     out_ptr,  # [T, N]
     x_ptr,  # [T, H]
-    weight_ptr,  # [N, H]
+    weight,  # Parts of [N, H]
+    strides,
     bias_ptr,  # [N] or None
     norm_weight_ptr,  # [H] or None
     epsilon,
     N: tl.constexpr,
     H: tl.constexpr,
     WEIGHT_PLUS_ONE: tl.constexpr,
+    LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_H: tl.constexpr,
     PDL: tl.constexpr,
 ):
     token = tl.program_id(0)
-    units = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    rows = tl.minimum(units, N - 1).to(tl.int64)  # beyond the end: the last row again, not stored
-    row_ptrs = weight_ptr + rows * H
+    first = tl.program_id(1) * BLOCK_N
+    rows = tile_rows(first, N, BLOCK_N)
     x_ptr += token.to(tl.int64) * H
-    columns = tl.arange(0, BLOCK_K)
-    tile = _weight_rows(row_ptrs, columns, H, BLOCK_K)
+    tile = fetch_weights(weight, strides, 0, first, rows, 0, LAYOUT, H, BLOCK_K, "")
     await_inputs(PDL)
     release_dependents(PDL)
     inverse = 1.0
@@ -73,20 +75,24 @@ def _linear_kernel(
         h = tl.arange(0, BLOCK_H)
         values = tl.load(x_ptr + h, mask=h < H, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(values * values, axis=0) / H + epsilon)
-    sums = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
-    sums += _products(tile, x_ptr, norm_weight_ptr, inverse, columns, H, WEIGHT_PLUS_ONE)
+    columns = step_of_x(0, LAYOUT, BLOCK_K)
+    x = _normed(x_ptr, norm_weight_ptr, inverse, columns, H, BLOCK_K, WEIGHT_PLUS_ONE)
+    sums = products(tile, x, LAYOUT)
     for start in range(BLOCK_K, H, BLOCK_K):
-        tile = _weight_rows(row_ptrs, start + columns, H, BLOCK_K)
-        sums += _products(tile, x_ptr, norm_weight_ptr, inverse, start + columns, H, WEIGHT_PLUS_ONE)
+        tile = fetch_weights(weight, strides, 0, first, rows, start, LAYOUT, H, BLOCK_K, "")
+        columns = step_of_x(start, LAYOUT, BLOCK_K)
+        x = _normed(x_ptr, norm_weight_ptr, inverse, columns, H, BLOCK_K, WEIGHT_PLUS_ONE)
+        sums += products(tile, x, LAYOUT)
     out = tl.sum(sums, axis=1)
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + rows).to(tl.float32)
+        out += tl.load(bias_ptr + first + rows).to(tl.float32)
+    units = first + tl.arange(0, BLOCK_N)
     tl.store(out_ptr + token.to(tl.int64) * N + units, out.to(out_ptr.dtype.element_ty), mask=units < N)
 
 
 def linear(
     x: torch.Tensor,
-    weight: torch.Tensor,
+    weight: Matrix,
     bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     epsilon: float = 0.0,
@@ -95,39 +101,41 @@ def linear(
 ) -> torch.Tensor:
     """x [T, H], normed first where `norm_weight` [H] is given, times weight [N, H] transposed, plus bias [N]: [T, N].
 
-    T <= 16. x, weight and bias share a dtype; `out` may have another one (float32 logits are not rounded on the way).
+    T <= 16. x, weight and bias share a dtype, or weight is quantised, its parts without an axis of slots; `out` may have
+    another one (float32 logits are not rounded on the way).
     """
-    check_tensor("weight", weight, (None, None), FLOATS, weight.device)
     units, hidden = weight.shape
-    check_tensor("x", x, (None, hidden), (weight.dtype,), weight.device)
+    check_tensor("x", x, (None, hidden), FLOATS, x.device)
+    check_matrix("weight", weight, (units, hidden), x.dtype, x.device)
     tokens = len(x)
     if tokens > MAX_TOKENS:
         raise ValueError(f"{tokens} tokens: at most {MAX_TOKENS} are supported, use a matrix product")
     if bias is not None:
-        check_tensor("bias", bias, (units,), (weight.dtype,), weight.device)
+        check_tensor("bias", bias, (units,), (x.dtype,), x.device)
     if norm_weight is not None:
-        check_tensor("norm_weight", norm_weight, (hidden,), FLOATS, weight.device)
+        check_tensor("norm_weight", norm_weight, (hidden,), FLOATS, x.device)
     out = x.new_empty(tokens, units) if out is None else out
-    check_tensor("out", out, (tokens, units), FLOATS, weight.device)
+    check_tensor("out", out, (tokens, units), FLOATS, x.device)
     if not tokens:
         return out
-    launch = launch_config("linear", weight.dtype, (units, hidden), tokens, weight.device)
-    block_h = next_power_of_2(hidden)
-    block_k = min(block_h, launch["block_k"])
+    parts, strides, layout = operands(weight)
+    launch = launch_config("linear", x.dtype, (units, hidden), tokens, x.device, layout.name)
     _linear_kernel[(tokens, cdiv(units, launch["block_n"]))](
         out,
         x,
-        weight,
+        parts,
+        strides,
         bias,
         norm_weight,
         epsilon,
         N=units,
         H=hidden,
         WEIGHT_PLUS_ONE=weight_plus_one,
+        LAYOUT=layout,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=block_k,
-        BLOCK_H=block_h,
+        BLOCK_K=step_columns(layout, hidden, launch["block_k"]),
+        BLOCK_H=next_power_of_2(hidden),
         num_warps=launch["num_warps"],
-        **launch_options(weight.device),
+        **launch_options(x.device),
     )
     return out

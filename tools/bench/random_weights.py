@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import torch
 
-from tritonmoe.expert_store import RecordLayout
+from tritonmoe.expert_store import ExpertStore, RecordLayout
 from tritonmoe.memory import require_memory
 from tritonmoe.spec import ModelSpec
 from tritonmoe.storage import name_of, resolve_storage
@@ -25,18 +25,24 @@ def random_storage(expert_dtype: str, dense_dtype: str, spec: ModelSpec, dtype: 
 
 
 def random_weights(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, seed: int = 0, storage: Storage = PLAIN
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    storage: Storage = PLAIN,
+    store: ExpertStore | None = None,
 ) -> ModelWeights:
-    """Matrices from N(0, SCALE²), norms 1, biases and sinks 0; in fewer bits, random codes of about that size.
+    """Matrices from N(0, SCALE²), norms 1, biases and sinks 0; in fewer bits, random codes of about that size. Experts
+    are those of a filled `store` if there is one.
 
     Every value is representable in `dtype`, also where the engine keeps float32, as it is in a checkpoint of that
     type: a copy of the weights in `dtype` is then the same model.
     """
     what = f"the weights in {name_of(storage, dtype)}"
-    needed = weight_bytes(spec, dtype, storage=storage)
+    needed = weight_bytes(spec, dtype, store is None, storage)
     require_memory(needed, device, what, "another --device or a smaller model")
-    weights = allocate(spec, device, dtype, storage=storage)
-    fill(weights, dtype, seed)
+    weights = allocate(spec, device, dtype, store, storage)
+    fill(weights, dtype, seed, with_experts=store is None)
     return weights
 
 
