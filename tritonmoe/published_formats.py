@@ -247,7 +247,7 @@ def parse_quantization(config: ConfigReader) -> PublishedFormat | None:
 
 
 def _parse_fp8(config: ConfigReader) -> PublishedFormat:
-    config.require("fmt", ("e4m3",))
+    config.require("fmt", ("e4m3", "float8_e4m3fn"))
     config.require("activation_scheme", ("dynamic",))
     config.require("expert_dtype", ("fp8",))
     rows, columns = _block(config, "weight_block_size")
