@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import test_device_scheduler as device
 import torch
 from conftest import tiny_tensors
 from safetensors.torch import load_file
 from test_loading import EXPERT, change_config, rewrite
 from test_offload import DEVICE, POLICIES, Offloaded, generate, make_spec, noise
-from test_parity import oracle
+from test_parity import PROMPT_LENGTH, oracle, prompt, run
 from tiny_checkpoints import save
 
 from tritonmoe import loading
@@ -26,6 +27,7 @@ from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import PLAIN, ModelWeights, Storage, allocate, iter_tensors, weight_bytes
 from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # wherever it runs, on what is there
 CPU = torch.device("cpu")
 ZERO_POINTS = WeightFormat("int4", 32, scale_dtype=torch.bfloat16, has_zeros=True)
 FORMATS = {**EXPERT_FORMATS, "int4-zeros": ZERO_POINTS}
@@ -117,6 +119,16 @@ def test_offloaded_is_resident_to_the_bit(name: str, spec_name: str, batch: int)
         offloaded.experts.close()
 
 
+@pytest.mark.parametrize("name", ["fp8", "int4-zeros"])
+def test_the_device_fetches_records_of_any_format(name: str) -> None:
+    spec = make_spec("gpt_oss")
+    weights = quantised(spec, noise(spec), Storage(FORMATS[name]))
+    expected = device.generate(Decoder(spec, weights), 2)
+    offloaded = device.on_device(spec, weights, 9, POLICIES["quasi-hidden"])
+    assert torch.equal(device.generate(offloaded.decoder, 2), expected)
+    device.check(offloaded)
+
+
 @pytest.mark.parametrize("name", EIGHT_BITS)
 def test_dense_weights_of_eight_bits(name: str) -> None:
     """Logits are those of the dequantised weights, for one token and for many, within float32's rounding."""
@@ -206,7 +218,9 @@ def test_published_mxfp4_stays_packed(in_store: bool, tmp_path: Path) -> None:
         assert layer.moe.experts.gate_up_bias is not None
         assert torch.equal(layer.moe.experts.gate_up_bias, plain.moe.experts.gate_up_bias)
     spec = load_spec(tmp_path)
-    assert torch.equal(generate(Decoder(spec, packed), 1), generate(Decoder(spec, unpacked), 1))
+    steps = [16, 11, *[1] * (PROMPT_LENGTH - 27)]
+    logits = [run(Decoder(spec, each), prompt(batch=2), steps) for each in (packed, unpacked)]
+    assert torch.equal(*logits)
     # Other codes are made of its values.
     assert_same_bits(load(tmp_path, Storage(ZERO_POINTS), in_store), quantised(spec, unpacked, Storage(ZERO_POINTS)))
 

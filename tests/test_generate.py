@@ -115,6 +115,22 @@ def test_bad_options(
     assert message in refused(capsys, "--model", str(pristine_folder), *arguments)
 
 
+def test_forms_of_weights(
+    pristine_folder: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The same text wherever experts of a form live; the table names it."""
+    texts = []
+    for place in (["--policy", "resident"], ["--policy", "on-demand", "--expert-slots", "3"]):
+        forms = ["--expert-dtype", "int4", "--dense-dtype", "int8", "--gpu-memory", "auto"]
+        arguments = ["--model", str(pristine_folder), "--device", "cpu", "Hello", "--max-new-tokens", "5", *forms]
+        assert main([*arguments, *place]) == 0
+        texts.append(capsys.readouterr().out)
+    assert "all 8 experts in int4" in caplog.text
+    assert "3 expert slots of 1.25 KiB in int4" in caplog.text
+    assert caplog.text.count("weights without experts, most in int8") == 2
+    assert texts[0] == texts[1] != "\n"
+
+
 def test_prompt_longer_than_the_context(pristine_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "leaves no room in the context of 128" in refused(capsys, "--model", str(pristine_folder), "x" * 130)
 

@@ -288,6 +288,7 @@ def test_sizes() -> None:
 def test_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_plan, "available_bytes", lambda device: 20 * GIB)
     assert read_budget(None, GPU, store_bytes=54 * GIB) == Budget(20 * GIB, 20 * GIB, 20 * GIB)
+    assert read_budget("auto", GPU) == read_budget(None, GPU)
     assert read_budget("10GiB", GPU) == Budget(10 * GIB, 20 * GIB, 10 * GIB)
     for text, expected in {
         "80%": 16 * GIB,

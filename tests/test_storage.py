@@ -137,8 +137,13 @@ def test_the_embedding_in_main_memory_leaves_its_room_to_slots() -> None:
     with pytest.raises(InputError, match=r"^--embedding host: the head of this model is its embedding.*; add --dense"):
         resolve_storage("int4", PUBLISHED, tied, torch.bfloat16, Storage(embedding_on_host=True))
     assert resolve_storage("int4", "int8", tied, torch.bfloat16, Storage(embedding_on_host=True))
-    with pytest.raises(InputError, match=r"^--embedding host: there is no GPU"):
-        Engine.from_pretrained(device="cpu", placement=Placement(embedding="host"))
+    for placement, message in (
+        (Placement(embedding="host"), "--embedding host: there is no GPU"),
+        (Placement(embedding="disk"), "--embedding 'disk' is not known; use device or host"),
+        (Placement(expert_dtype=AUTO, expert_slots="8"), "--expert-dtype auto decides by the slots .*; leave out"),
+    ):
+        with pytest.raises(InputError, match=f"^{message}"):
+            Engine.from_pretrained(device="cpu", placement=placement)
 
 
 def test_main_memory_decides_as_well() -> None:

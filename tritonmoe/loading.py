@@ -422,8 +422,7 @@ def _read_all(
         idle.put(reader)
     pool = ThreadPoolExecutor(len(readers))
     threads = torch.get_num_threads()
-    if len(readers) > NUM_READERS:
-        torch.set_num_threads(1)  # of each that quantises
+    torch.set_num_threads(1)  # of each reader: more stand in each other's way
     total = sum(entry.num_bytes for entry in entries.values())
     try:
         with tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=not progress, leave=False) as bar:

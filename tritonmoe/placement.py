@@ -98,10 +98,9 @@ def load_decoder(
     where both are the same memory, on the device. InputError where it does not fit.
     """
     spec, device = loading.spec, loading.device
-    if placement.embedding == "host" and device.type == "cpu":
-        raise InputError("--embedding host: there is no GPU, and all is in main memory; leave it out")
-    published = published_storage(loading.folder, spec)
-    published = replace(published, embedding_on_host=placement.embedding == "host")
+    published = replace(
+        published_storage(loading.folder, spec), embedding_on_host=_embedding_on_host(placement, device)
+    )
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
@@ -126,6 +125,14 @@ def load_decoder(
     return Decoder(spec, weights, ops, experts), division
 
 
+def _embedding_on_host(placement: Placement, device: torch.device) -> bool:
+    if placement.embedding not in ("device", "host"):
+        raise InputError(f"--embedding {placement.embedding!r} is not known; use device or host")
+    if placement.embedding == "host" and device.type == "cpu":
+        raise InputError("--embedding host: there is no GPU, and all is in main memory; leave it out")
+    return placement.embedding == "host"
+
+
 def decide(
     loading: Loading, placement: Placement, storages: list[Storage], max_context: int, batch: int, has_vectors: bool
 ) -> tuple[Policy, Storage, MemoryPlan]:
@@ -136,8 +143,13 @@ def decide(
 
     storage, reason = storages[0], None
     if placement.expert_dtype == AUTO:
-        is_cpu = loading.device.type == "cpu"  # where the budget already takes account of the store
-        free = sys.maxsize if is_cpu else available_bytes(torch.device("cpu"))
+        if placement.expert_slots is not None:
+            raise InputError(
+                "--expert-dtype auto decides by the slots that forms leave room for; leave out --expert-slots"
+            )
+        # On a CPU the budget already takes account of the store.
+        is_bounded = loading.device.type != "cpu" and loading.check_memory
+        free = available_bytes(torch.device("cpu")) if is_bounded else sys.maxsize
         storage, divided, reason = choose(storages, loading.dtype, divide, free)
     else:
         divided = divide(storage)
