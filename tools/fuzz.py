@@ -153,9 +153,9 @@ def collect(receiver: Connection, tallies: dict[str, Tally], cases: Sequence[Cas
     return len(cases)
 
 
-def summary(tallies: dict[str, Tally], options: argparse.Namespace) -> dict[str, Any]:
+def summary(tallies: dict[str, Tally], options: argparse.Namespace, source: dict[str, Any]) -> dict[str, Any]:
     return {
-        "provenance": provenance(),
+        "provenance": source,
         "seed": options.seed,
         "case_seconds": options.case_seconds,
         "memory_mib": options.memory_mib,
@@ -203,6 +203,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.case is not None:
         return show_case(options.case, options.seed)
+    source = provenance()  # of what runs, whatever becomes of the files meanwhile
     kinds = options.kind or list(KINDS)
     counts = [options.cases * (i + 1) // len(kinds) - options.cases * i // len(kinds) for i in range(len(kinds))]
     cases = [(kind, number) for kind, count in zip(kinds, counts, strict=True) for number in range(count)]
@@ -215,7 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for finding in tally.findings:
             print(f"  {kind}:{finding}")
-    facts = summary(tallies, options)
+    facts = summary(tallies, options, source)
     if options.output is not None:
         options.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print(f"{facts['cases']} cases, {facts['findings']} findings")

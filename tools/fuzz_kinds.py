@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -20,10 +22,12 @@ from mutation import damage_arrays, damage_bytes, damage_json
 from tritonmoe import template_sandbox
 from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.engine import Engine
+from tritonmoe.files import write_file
 from tritonmoe.placement import DEFAULT_VECTORS, Placement
 from tritonmoe.sampling import SamplingParams
 from tritonmoe.tokenizer import Tokenizer
 
+CHANGING = ("config.json", "tokenizer.json", "model.safetensors")
 TEMPLATE_SECONDS = 0.5  # the engine's ten would make a run of hostile templates long
 
 Damage = Callable[[random.Random, Base, Path], None]
@@ -57,6 +61,37 @@ def load(base: Base, folder: Path, chance: random.Random) -> None:
             engine.chat_prompt([{"role": "user", "content": "hello"}])
     finally:
         engine.close()
+
+
+def load_while_changing(base: Base, folder: Path, chance: random.Random) -> None:
+    """Load the model while one of its files changes, disappears and comes back."""
+    target, stop = folder / chance.choice(CHANGING), threading.Event()
+    data = target.read_bytes()
+
+    def change() -> None:
+        while not stop.is_set():
+            match chance.randrange(5):
+                case 0:
+                    target.write_bytes(damage_bytes(chance, data))
+                case 1 if target.exists():
+                    os.truncate(target, chance.randrange(len(data)))
+                case 2:
+                    target.unlink(missing_ok=True)
+                case 3:
+                    os.mkfifo(folder / "other")
+                    (folder / "other").replace(target)
+                    target.unlink()
+                case _:
+                    write_file(target, data)
+            time.sleep(chance.choice((0.0, 0.001, 0.01)))
+
+    thread = threading.Thread(target=change)
+    thread.start()
+    try:
+        load(base, folder, chance)
+    finally:
+        stop.set()
+        thread.join()
 
 
 def tokenize(base: Base, folder: Path, chance: random.Random) -> None:
@@ -123,6 +158,11 @@ def header_of(name: str) -> Damage:
 
 def vectors(chance: random.Random, base: Base, folder: Path) -> None:
     chance.choice((header_of(DEFAULT_VECTORS), bytes_of(DEFAULT_VECTORS)))(chance, base, folder)
+
+
+def copies(chance: random.Random, base: Base, folder: Path) -> None:
+    """Undamaged, and not links, so that they may change."""
+    base.lay_out(folder, base.model, **{name: (base.model / name).read_bytes() for name in CHANGING})
 
 
 def trace(chance: random.Random, base: Base, folder: Path) -> None:
@@ -230,5 +270,6 @@ KINDS: dict[str, Kind] = {
     "template": Kind(template, render, fuzz_directed.TEMPLATES),
     "vectors": Kind(vectors, load_vectors),
     "trace": Kind(trace, replay_trace, [fuzz_directed.bomb]),
+    "changing": Kind(copies, load_while_changing),
     "files": Kind(other_file, load, [*other_files("model"), *other_files("sharded")]),
 }
