@@ -105,6 +105,28 @@ def test_spellings_are_equivalent(changes: dict[str, Any]) -> None:
     assert parse(**changes) == parse()
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+        {
+            "rope_theta": None,
+            "rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 5e5, "mscale": None},
+        },
+        {"rope_scaling": {"type": "yarn", "factor": 4.0, "rope_type": None}, "rope_parameters": None},
+        {"rope_scaling": None, "rope_parameters": None, "sliding_window": None, "head_dim": None, "layer_types": None},
+        {"quantization_config": None, "text_config": None, "mlp_only_layers": None, "num_local_experts": None},
+    ],
+)
+def test_nulls_are_absent_keys(changes: dict[str, Any]) -> None:
+    """As they stand in published files; `parse` leaves them out."""
+
+    def without(values: dict[str, Any]) -> dict[str, Any]:
+        return {k: without(v) if isinstance(v, dict) else v for k, v in values.items() if v is not None}
+
+    assert parse_config({**TINY_CONFIG, **changes}) == parse_config(without({**TINY_CONFIG, **changes}))
+
+
 YARN_OLD = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 YARN_NEW = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 

@@ -344,6 +344,8 @@ def test_errors_are_one_line(source: str, error: type[Exception], message: str) 
         "messages[0].update({'a': 1})",
         "dict.update(messages[0], {'a': 1})",
         "namespace(__class__=1)",
+        "'x'.encode()",
+        "(1).to_bytes(10 ** 10)",
         "namespace({'_a': 1})",
     ],
 )

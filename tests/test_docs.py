@@ -62,6 +62,22 @@ def test_files_that_documents_name_exist(path: Path) -> None:
     assert not re.search(r"(?<![\w.])/(?:root|home|tmp|work|mnt|Users)/", text), "a folder of some machine"
 
 
+@pytest.mark.parametrize("path", ALL, ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_that_documents_name_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    for file, test in re.findall(r"`(tests/\w+\.py)::(\w+)`", text):
+        assert re.search(rf"^def {test}\(", (ROOT / file).read_text(encoding="utf-8"), re.MULTILINE), test
+
+
+def test_every_known_fault_has_its_test() -> None:
+    text = (ROOT / "docs/reliability.md").read_text(encoding="utf-8")
+    rows = [
+        row for row in re.search(r"## Known faults.*?\n## ", text, re.DOTALL)[0].splitlines() if row.startswith("| ")
+    ]  # type: ignore[index]
+    assert len(rows) == 2 + 21
+    assert all(re.search(r"`tests/\w+\.py::test_\w+` *\|$|\(GPU\) *\|$", row) for row in rows[2:])
+
+
 def test_commands_of_readme_are_found() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in ("run", "test"):

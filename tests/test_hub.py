@@ -364,10 +364,11 @@ def blobs(hub: FakeHub, name: str, digest: str, content: str) -> None:
     huggingface_hub.snapshot_download = download  # the fixture restores it
 
 
-@pytest.mark.parametrize("is_large", [True, False])
-def test_downloads_are_compared_with_their_hashes(hub: FakeHub, is_large: bool) -> None:
+@pytest.mark.parametrize("kind", ["large", "small", "small of a mirror"])
+def test_downloads_are_compared_with_their_hashes(hub: FakeHub, kind: str) -> None:
     data = hub.files[SHARDS[0]].encode()
-    digest = hashlib.sha256(data) if is_large else hashlib.sha1(b"blob 1000\0" + data)
+    prefix = b"" if kind == "small of a mirror" else b"blob 1000\0"
+    digest = hashlib.sha256(data) if kind == "large" else hashlib.sha1(prefix + data)
     blobs(hub, SHARDS[0], digest.hexdigest(), "y" + data.decode()[1:])
     with pytest.raises(HubError, match=f"is damaged: the bytes of {SHARDS[0]} do not have the hash.*run it again"):
         resolve_model("org/name")

@@ -1,4 +1,4 @@
-"""What files and networks cannot do to whoever runs a model: no code, no network, nothing outside, no hold of the terminal."""
+"""What the files of a model cannot do to whoever runs it: no code, no network, no hold of the terminal."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tritonmoe.errors import MAX_MESSAGE, CheckpointError, InputError, TritonMoe
 # Whatever turns data into code, starts programs, or fetches them.
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__", "breakpoint"}
 FORBIDDEN_MODULES = {
-    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy", "code", "codeop", "imp",
-    "subprocess", "pty", "multiprocessing", "socket", "urllib", "http", "ftplib", "smtplib", "requests", "httpx", "aiohttp",
-    "transformers",
+    "pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve", "runpy", "code", "codeop",
+    "imp", "subprocess", "pty", "multiprocessing", "socket", "urllib", "http", "ftplib", "smtplib", "requests", "httpx",
+    "aiohttp", "transformers",
 }  # fmt: skip
 FORBIDDEN_NAMES = {
     "torch.load", "torch.save", "torch.hub", "torch.package", "torch.jit.load", "np.load", "np.save", "numpy.load",

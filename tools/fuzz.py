@@ -3,7 +3,7 @@
 A case is made from its kind, its number and the seed alone, so every finding can be run again (--case KIND:NUMBER).
 Cases run in processes with an address space of --memory-mib beyond what they start with, and are ended after
 --case-seconds, even in the middle of native code. A finding is an error that is no TritonMoeError, a message that is
-not one printable line, a process that died, or a case that did not end. Each kind begins with its directed cases.
+not one printable line, a process that died, or a case that did not end.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
-from fuzz_kinds import KINDS, Base
+from fuzz_base import Base
+from fuzz_kinds import KINDS
 from provenance import provenance
 
 from tritonmoe.errors import EXIT_BAD_INPUT, MAX_MESSAGE, TritonMoeError
@@ -46,7 +47,7 @@ class Tally:
     refused: collections.Counter[str] = field(default_factory=collections.Counter)
     findings: list[str] = field(default_factory=list)
     longest_s: float = 0.0
-    grown_mib: float = 0.0  # the most by which the resident memory of a process grew
+    grown_mib: float = 0.0  # the most that a case had in memory beyond what was there before
 
     def add(self, number: int, outcome: str, seconds: float, grown_mib: float) -> None:
         self.cases += 1
@@ -57,6 +58,10 @@ class Tally:
             self.findings.append(f"{number}: {outcome.removeprefix(FINDING)}")
         else:
             self.refused[outcome] += 1
+
+
+Case = tuple[str, int]  # kind and number
+RunCase = Callable[[Base, str, int, int], str]
 
 
 def run_case(base: Base, kind: str, number: int, seed: int) -> str:
@@ -78,80 +83,79 @@ def run_case(base: Base, kind: str, number: int, seed: int) -> str:
     return ACCEPTED
 
 
-def work(results: Connection, kind: str, first: int, last: int, options: argparse.Namespace, log: str) -> None:
-    """Run the cases first … last of a kind in this process, and send what came of each."""
+def work(results: Connection, run: RunCase, cases: Sequence[Case], options: argparse.Namespace, log: str) -> None:
+    """Run cases in this process, and send what came of each."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_TRUNC), 2)  # panics of native code write their own traces
     logging.disable()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="base-") as name:
         base = Base.make(Path(name))
-        run_case(base, kind, -1, options.seed)  # imports what is imported late
+        for kind in {kind for kind, _ in cases}:
+            run(base, kind, -1, options.seed)  # imports what is imported late
         limit_memory(options.memory_mib << 20)
-        before = peak_mib()
-        for number in range(first, last):
+        for kind, number in cases:
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is that of this case
+            before, began = memory_mib("VmRSS"), time.perf_counter()
             faulthandler.dump_traceback_later(options.case_seconds, exit=True)
-            began = time.perf_counter()
-            outcome = run_case(base, kind, number, options.seed)
-            seconds = time.perf_counter() - began
+            outcome = run(base, kind, number, options.seed)
             faulthandler.cancel_dump_traceback_later()
-            results.send((number, outcome, seconds, peak_mib() - before))
+            results.send((outcome, time.perf_counter() - began, memory_mib("VmHWM") - before))
     results.close()
 
 
 def limit_memory(num_bytes: int) -> None:
     """Let this process map no more than `num_bytes` beyond what it has mapped."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + num_bytes, hard))
+    resource.setrlimit(resource.RLIMIT_AS, (int(memory_mib("VmSize") * (1 << 20)) + num_bytes, hard))
 
 
-def peak_mib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+def memory_mib(name: str) -> float:
+    """A line of /proc/self/status, which counts in KiB."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[name].split()[0]) / 1024
 
 
-def fuzz(kind: str, count: int, options: argparse.Namespace) -> Tally:
-    """Run `count` cases of a kind; a process that dies is a finding, and another goes on behind it."""
-    tally, context = Tally(), multiprocessing.get_context("spawn")
-    step = -(-count // options.processes)
-    pending = [(first, min(first + step, count)) for first in range(0, count, step)]
+def fuzz(cases: Sequence[Case], options: argparse.Namespace, run: RunCase = run_case) -> dict[str, Tally]:
+    """Run the cases, divided among processes; one that dies is a finding, and another goes on behind it."""
+    tallies = {kind: Tally() for kind, _ in cases}
+    context = multiprocessing.get_context("spawn")
+    pending = [part for i in range(options.processes) if (part := cases[i :: options.processes])]
     with tempfile.TemporaryDirectory(prefix="log-") as logs:
         while pending:
             running = []
-            for i, (first, last) in enumerate(pending):
+            for i, part in enumerate(pending):
                 receiver, sender = context.Pipe(duplex=False)
                 log = Path(logs) / str(i)
                 log.touch()
-                process = context.Process(target=work, args=(sender, kind, first, last, options, str(log)))
+                process = context.Process(target=work, args=(sender, run, part, options, str(log)))
                 process.start()
                 sender.close()
-                running.append((receiver, process, log, first, last))
+                running.append((receiver, process, log, part))
             pending = []
-            for receiver, process, log, first, last in running:
-                done = collect(receiver, tally, first)
+            for receiver, process, log, part in running:
+                done = collect(receiver, tallies, part)
                 process.join()
-                if done < last:
-                    end = f"the process ended with {process.exitcode}: {log.read_text(errors='replace')[-600:]}"
-                    tally.add(done, FINDING + " | ".join(end.split("\n")), options.case_seconds, 0.0)
-                    pending.append((done + 1, last))
-            pending = [(first, last) for first, last in pending if first < last]
-    return tally
+                if done < len(part):
+                    kind, number = part[done]
+                    end = f"the process ended with {process.exitcode}: {log.read_text(errors='replace')[:600]}"
+                    tallies[kind].add(number, FINDING + " | ".join(end.splitlines()), options.case_seconds, 0.0)
+                    pending += [part[done + 1 :]] if done + 1 < len(part) else []
+    return tallies
 
 
-def collect(receiver: Connection, tally: Tally, first: int) -> int:
-    """Count what a process sends until it ends; returns the number of the case that it did not finish."""
-    done = first
-    try:
-        while True:
-            number, *outcome = receiver.recv()
-            tally.add(number, *outcome)
-            done = number + 1
-    except EOFError:
-        return done
+def collect(receiver: Connection, tallies: dict[str, Tally], cases: Sequence[Case]) -> int:
+    """Count what a process sends until it ends; returns how many cases it finished."""
+    for done, (kind, number) in enumerate(cases):
+        try:
+            tallies[kind].add(number, *receiver.recv())
+        except EOFError:
+            return done
+    return len(cases)
 
 
-def summary(tallies: dict[str, Tally], options: argparse.Namespace) -> dict[str, Any]:
+def summary(tallies: dict[str, Tally], options: argparse.Namespace, source: dict[str, Any]) -> dict[str, Any]:
     return {
-        "provenance": provenance(),
+        "provenance": source,
         "seed": options.seed,
         "case_seconds": options.case_seconds,
         "memory_mib": options.memory_mib,
@@ -160,7 +164,7 @@ def summary(tallies: dict[str, Tally], options: argparse.Namespace) -> dict[str,
         "kinds": {
             name: {
                 "cases": tally.cases,
-                "directed": min(tally.cases, len(KINDS[name].directed)),
+                "directed": min(-(-tally.cases // 2), len(KINDS[name].directed)),
                 "accepted": tally.accepted,
                 "refused": dict(sorted(tally.refused.items())),
                 "findings": tally.findings,
@@ -173,7 +177,7 @@ def summary(tallies: dict[str, Tally], options: argparse.Namespace) -> dict[str,
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=500, metavar="N", help="of all kinds together (default 500)")
     parser.add_argument("--seed", type=int, default=0, help="other cases, apart from the directed ones")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this kind; repeatable")
@@ -199,22 +203,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(arguments)
     if options.case is not None:
         return show_case(options.case, options.seed)
+    source = provenance()  # of what runs, whatever becomes of the files meanwhile
     kinds = options.kind or list(KINDS)
-    tallies = {}
-    for i, kind in enumerate(kinds):
-        began = time.perf_counter()
-        tally = tallies[kind] = fuzz(
-            kind, options.cases * (i + 1) // len(kinds) - options.cases * i // len(kinds), options
-        )
+    counts = [options.cases * (i + 1) // len(kinds) - options.cases * i // len(kinds) for i in range(len(kinds))]
+    cases = [(kind, number) for kind, count in zip(kinds, counts, strict=True) for number in range(count)]
+    tallies = fuzz(cases, options)
+    for kind, tally in tallies.items():
         refused = ", ".join(f"{count} {name}" for name, count in sorted(tally.refused.items()))
         print(
             f"{kind:<12}{tally.cases:>6} cases, {tally.accepted} accepted, {refused or 'none refused'}; at most "
-            f"{tally.longest_s:.1f} s and {tally.grown_mib:.0f} MiB; {time.perf_counter() - began:.0f} s",
-            flush=True,
+            f"{tally.longest_s:.1f} s and {tally.grown_mib:.0f} MiB"
         )
         for finding in tally.findings:
-            print(f"  {kind}:{finding}", flush=True)
-    facts = summary(tallies, options)
+            print(f"  {kind}:{finding}")
+    facts = summary(tallies, options, source)
     if options.output is not None:
         options.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     print(f"{facts['cases']} cases, {facts['findings']} findings")

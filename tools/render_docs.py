@@ -20,7 +20,7 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("embedded-model", "kernels", "offload", "parity", "performance", "quantization")
+        for name in ("embedded-model", "kernels", "offload", "parity", "performance", "quantization", "reliability")
     ),
 )
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -462,6 +462,24 @@ def memory_part(part: dict[str, Any]) -> str:
     return text + origin(part)
 
 
+def fuzz() -> str:
+    part = read("fuzz.json")
+    header = ["files", "cases", "of them directed", "accepted", "refused", "findings", "longest, s", "most memory, MiB"]
+    rows = [
+        [
+            name,
+            *(f"{row[key]:,}" for key in ("cases", "directed", "accepted")),
+            ", ".join(f"{count:,} {error}" for error, count in row["refused"].items()) or ABSENT,
+            str(len(row["findings"])),
+            figure(row["longest_s"]),
+            f"{row['grown_mib']:.0f}",
+        ]
+        for name, row in part["kinds"].items()
+    ]
+    text = f"{part['cases']:,} cases, {part['findings']} findings; a case may take {part['case_seconds']:g} s and map "
+    return text + f"{part['memory_mib']:,} MiB.\n\n" + table(header, rows) + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -479,6 +497,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "packed": packed,
     "memory": memory,
     "quantization-error": quantization_error,
+    "fuzz": fuzz,
 }
 
 

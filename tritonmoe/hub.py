@@ -197,23 +197,28 @@ def _download(repo_id: str, revision: str | None, before_download: BeforeDownloa
 def _damage(path: Path, num_bytes: int | None) -> str | None:
     """Why a file that was just downloaded is not the Hub's, or None; such a file is removed from the cache.
 
-    The library compares lengths at most. In the cache a file is a link to one named by its hash: SHA-256 where it is
-    large, git's SHA-1 where it is not.
+    The library compares lengths at most. In the cache a file is a link to one named by the hash that the server states:
+    SHA-256 of a large file, git's SHA-1 of a small one, for which some mirrors state the plain SHA-1.
     """
     blob = Path(os.path.realpath(path))
     size = blob.stat().st_size
-    digest = hashlib.sha256() if len(blob.name) == 64 else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
+    prefixes = [b""] if len(blob.name) == 64 else [b"", b"blob %d\0" % size]
+    kind = hashlib.sha256 if len(blob.name) == 64 else hashlib.sha1
     problem = None
     if num_bytes is not None and size != num_bytes:
         problem = f"{path.name} has {size} bytes instead of {num_bytes}"
-    elif DIGEST.fullmatch(blob.name):
-        with blob.open("rb") as file:
-            if hashlib.file_digest(file, lambda: digest).hexdigest() != blob.name:
-                problem = f"the bytes of {path.name} do not have the hash that the Hub states"
+    elif DIGEST.fullmatch(blob.name) and blob.name not in [_digest(blob, kind(prefix)) for prefix in prefixes]:
+        problem = f"the bytes of {path.name} do not have the hash that the Hub states"
     if problem is not None:
         blob.unlink()
         path.unlink(missing_ok=True)
     return problem
+
+
+def _digest(path: Path, digest: hashlib._Hash) -> str:
+    """The hash of what `digest` has seen already and the file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: digest).hexdigest()
 
 
 def _check_listing(repo_id: str, names: list[str]) -> None:

@@ -1,7 +1,7 @@
 """Jinja for templates of unknown origin: cut off from Python, and limited in what one rendering may cost.
 
 Jinja's sandbox keeps a template from files and from Python's internals. It bounds neither time nor memory: a loop may
-never end, `"x" * 10 ** 10` takes ten gigabytes and `10 ** 10 ** 10` for ever, in one call of native code that nothing
+never end, `"x" * 10 ** 10` takes ten gigabytes and `10 ** (10 ** 10)` for ever, in one call of native code that nothing
 interrupts. So what can multiply is looked at before it runs (`check_work`), what comes of every operation afterwards
 (`size`), and the clock each time.
 """
@@ -235,6 +235,10 @@ class SandboxedTemplates(ImmutableSandboxedEnvironment):
     @jinja2.pass_context
     def made(context: Context, value: Any) -> Any:  # [a, b]: it may hold another one many times over
         return _budget(context).spend(value)
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """No bytes: some of their codecs take the square of the length, and none is of use in a prompt."""
+        return attr not in ("encode", "to_bytes") and super().is_safe_attribute(obj, attr, value)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         budget = _budget(context)
