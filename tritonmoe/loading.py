@@ -83,6 +83,7 @@ def load_weights(
     _account(checkpoint, spec, targets, found)
     readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(NUM_READERS)]
     _read_all(targets, found, readers, check_finite, progress)
+    checkpoint.require_unchanged()
     if spec.tied_head and weights.head is not weights.embedding:
         _resolve_tied_head(folder, weights)
     seconds = time.perf_counter() - started
