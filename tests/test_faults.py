@@ -25,6 +25,7 @@ from tritonmoe.model import Decoder
 from tritonmoe.placement import Placement
 from tritonmoe.policy import minimum_slots
 
+pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="faults of the CPU's path")
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
 CASES = {
@@ -62,7 +63,7 @@ def test_a_copy_that_fails_is_never_resident(pristine_folder: Path) -> None:
     assert landed == []
 
 
-def test_slots_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_slots_that_cannot_be_had(caplog: pytest.LogCaptureFixture) -> None:
     """On the device's path, too: back to as many as there were, and the line says so."""
     spec = make_spec("qwen3")
     weights = noise(spec)
@@ -79,11 +80,12 @@ def test_slots_that_cannot_be_had(monkeypatch: pytest.MonkeyPatch, caplog: pytes
         offloaded.experts.resize(9)
         assert offloaded.experts.pool.num_slots == 9
         assert torch.equal(generate(offloaded.decoder, 1), expected)
-        offloaded.check()
+        offloaded.experts.settle()
+        offloaded.experts.scheduler.check_integrity()
         offloaded.experts.close()
 
 
-def test_waits_end_and_say_what_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waits_end_and_say_what_for() -> None:
     looks = []
     with pytest.raises(TransferError, match=r"^the copy of x did not end within 0\.01 s \(not arrived: y\); does the"):
         waiting.await_until(lambda: False, "the copy of x", 0.01, lambda: looks.append(1), lambda: " (not arrived: y)")

@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tritonmoe.generate",
         description="Continue a prompt with a Mixture-of-Experts language model, or chat with it.",
-        epilog=EXIT_CODES,
+        epilog=EXIT_CODES + "\n`python -m tritonmoe.doctor` tests this machine and says what it can run.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

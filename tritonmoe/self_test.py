@@ -69,6 +69,8 @@ class Twins:
 
     def _compare(self, name: str, what: str, before: Any, actual: Any, expected: Any) -> None:
         """Compare trees of tensors where either call wrote."""
+        if actual is None:  # an output that only the reference makes unasked
+            return
         if isinstance(expected, torch.Tensor):
             written = torch.ones_like(expected, dtype=torch.bool)
             if before is not None:
