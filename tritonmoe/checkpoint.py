@@ -58,6 +58,13 @@ class Checkpoint:
 
     folder: Path
     entries: dict[str, TensorEntry]
+    stamps: dict[Path, tuple[int, ...]]  # of each file, before its header was read
+
+    def require_unchanged(self) -> None:
+        """CheckpointError where a file is not the one whose header was read: tensors may be of both."""
+        for file, stamp in self.stamps.items():
+            if _stamp(file) != stamp:
+                raise CheckpointError(f"{file}: was replaced or written to while it was read; run it again")
 
     @property
     def num_bytes(self) -> int:
@@ -68,6 +75,7 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     """Read the headers of all weight files; CheckpointError for missing shards and doubled or absent tensors."""
     files, claimed = _weight_files(folder)
     entries: dict[str, TensorEntry] = {}
+    stamps = {file: _stamp(file) for file in files}
     for file in files:
         for entry in read_header(file):
             if entry.name in entries:
@@ -77,7 +85,16 @@ def open_checkpoint(folder: Path) -> Checkpoint:
     for name, file_name in claimed.items():
         if name not in entries or entries[name].file.name != file_name:
             raise CheckpointError(f"{folder}: {INDEX_NAME} claims {name} is in {file_name}, which does not hold it")
-    return Checkpoint(folder, entries)
+    return Checkpoint(folder, entries, stamps)
+
+
+def _stamp(file: Path) -> tuple[int, ...]:
+    """What changes with the file, or with what is in it."""
+    try:
+        found = os.stat(file)
+    except OSError as problem:
+        raise CheckpointError(f"{file}: cannot be read: {problem.strerror}") from None
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
@@ -219,7 +236,10 @@ class TensorReader:
         view = memoryview(dest.numpy())  # type: ignore[arg-type]  # ndarray is a buffer; the stubs lag
         done = 0
         while done < len(view):
-            count = os.preadv(self._descriptors[entry.file], [view[done:]], offset + done)
+            try:
+                count = os.preadv(self._descriptors[entry.file], [view[done:]], offset + done)
+            except OSError as problem:
+                raise CheckpointError(f"{entry.file}: {entry.name} cannot be read: {problem.strerror}") from None
             if count == 0:
                 raise CheckpointError(f"{entry.file}: ended while reading {entry.name}; was it replaced meanwhile?")
             done += count

@@ -90,6 +90,11 @@ class DeviceScheduler:
             # Of the step before, for the predictor of that name.
             self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
             self._recall = torch.zeros(num_layers, 8, dtype=torch.int64, device=device)  # 5 used: rows of 64 bytes
+            # To look at the state beside a step that does not end, when nothing can be allocated any more.
+            if device.type == "cuda":
+                watched = (self.state.key_of, self.state.copy_epoch, self.state.landed)
+                self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
+                self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
         self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
@@ -100,11 +105,6 @@ class DeviceScheduler:
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._demand: object = None  # when the layer's demand has been fetched
         self._kept: object = None  # what the side branch reads, until it is joined
-        # To look at the state beside a step that does not end, when nothing can be allocated any more.
-        if device.type == "cuda":
-            watched = (self.state.key_of, self.state.copy_epoch, self.state.landed)
-            self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
-            self._watch = torch.cuda.Stream(device)
 
     def load(self, pool: SlotPool) -> None:
         """Take over the pool's slots, of which none may be in flight or pinned."""

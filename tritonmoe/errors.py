@@ -61,11 +61,15 @@ class CheckError(TritonMoeError):
     exit_code = EXIT_FAULT
 
 
+# On the host: torch, C++, Python's threads, and the loader of shared libraries while they are imported.
+OUT_OF_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread", "failed to map segment")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """torch has a type of its own for the GPU (a RuntimeError); on the host only the text tells."""
     text = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or any(part in text for part in ("can't allocate memory", "bad_alloc", "can't start new thread"))
+        or any(part in text for part in OUT_OF_MEMORY)
     )

@@ -19,6 +19,7 @@ from typing import NoReturn
 from tritonmoe.errors import (
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
+    EXIT_TERMINATED,
     InputError,
     TritonMoeError,
     is_out_of_memory,
@@ -31,6 +32,7 @@ EXIT_CODES = """exit codes:
   1    a fault of tritonmoe itself (please report the traceback), or what --check found
   2    bad input or an environment that cannot serve it; one line on stderr says what to change
   130  interrupted by Ctrl-C
+  143  terminated (SIGTERM)
 """
 
 
@@ -52,7 +54,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m tritonmoe.generate",
         description="Continue a prompt with a Mixture-of-Experts language model, or chat with it.",
-        epilog=EXIT_CODES,
+        epilog=EXIT_CODES + "\n`python -m tritonmoe.doctor` tests this machine and says what it can run.\n",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -146,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a sign for it
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         options = build_parser().parse_args(argv)
         return _import_run()(options)
@@ -162,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         _discard_stdout()
         return _fail(f"the output cannot be written: {error.strerror}")
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, ImportError) as error:
         if not is_out_of_memory(error):
             raise
         return _fail(
@@ -172,18 +175,24 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_run() -> Callable[[argparse.Namespace], int]:
-    """`console.run`, and with it torch. Ctrl-C ends the process at once meanwhile: raised inside the imports of
+    """`console.run`, and with it torch. A signal ends the process at once meanwhile: raised inside the imports of
     compiled modules, KeyboardInterrupt comes out as whatever error they make of it."""
 
-    def leave(*_: object) -> None:
-        os._exit(EXIT_INTERRUPTED)
+    def leave(number: int, _frame: object) -> None:
+        os._exit(128 + number)
 
-    previous = signal.signal(signal.SIGINT, leave)
+    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         from tritonmoe.console import run
     finally:
-        signal.signal(signal.SIGINT, previous)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
     return run
+
+
+def _terminate(*_: object) -> NoReturn:
+    """Leave as after an error, so that files half written go; without this the process would end on the spot."""
+    sys.exit(EXIT_TERMINATED)
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:

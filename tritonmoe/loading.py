@@ -134,6 +134,7 @@ def load_weights(
     _account(checkpoint, spec, targets, found)
     readers = [TensorReader(device.type == "cuda", drop_cache=store is not None) for _ in range(_num_readers(targets))]
     _read_all(targets, found, readers, check_finite, progress)
+    checkpoint.require_unchanged()
     if "lm_head.weight" not in targets and isinstance(weights.head, QuantizedMatrix):
         _store_rows(weights.head, weights.embedding)
     elif spec.tied_head and isinstance(weights.head, torch.Tensor) and weights.head is not weights.embedding:

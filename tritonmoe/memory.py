@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 import os
+import resource
 from pathlib import Path
 
 import torch
@@ -49,11 +50,24 @@ def available_bytes(device: torch.device) -> int:
         free = int(fields["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free = min(free, _address_space_left())
     try:
         limit, used = (int((CGROUP / name).read_text()) for name in ("memory.max", "memory.current"))
     except (OSError, ValueError):  # no control group, or one without a limit ("max")
-        return free
-    return max(0, min(free, limit - used))
+        return int(free)
+    return max(0, int(min(free, limit - used)))
+
+
+def _address_space_left() -> float:
+    """What `ulimit -v` leaves; infinite without a limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
+        return math.inf
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+    except OSError:
+        return limit
+    return max(0, limit - used)
 
 
 def require_memory(needed: int, device: torch.device, what: str, remedy: str) -> None:

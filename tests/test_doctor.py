@@ -1,0 +1,125 @@
+"""The doctor says what is there, finds what is broken, and exits accordingly."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kernel_testing import DEVICE, KERNEL_MARKS
+
+from tritonmoe import doctor, self_test
+from tritonmoe.operations import REFERENCES, Operations, kernels
+
+CPU = torch.device("cpu")
+
+
+def test_on_a_machine_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real thing, but for the size of its copies."""
+    monkeypatch.setattr(doctor, "COPIED_BYTES", 1 << 20)
+    assert doctor.main(["--json", "--device", "cpu"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["gpu"] is None
+    assert report["problems"] == []
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["memory"]["host_free_bytes"] > 0
+    assert report["bandwidth_gbps"]["copy within main memory"] > 0
+    (outcome,) = report["self_test"].values()
+    assert outcome["is_right"]
+    assert report["advice"][0].startswith("no GPU")
+
+
+def test_what_is_wrong_is_a_problem(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_device: torch.device) -> str:
+        raise RuntimeError("no kernel image\nis available")
+
+    monkeypatch.setattr(doctor, "COPIED_BYTES", 1 << 20)
+    for test, said in (
+        (lambda _device: "token 3 is another one", "token 3 is another one"),
+        (broken, "RuntimeError: no kernel image is available"),
+    ):
+        monkeypatch.setattr(self_test, "compare_transfers", test)
+        assert doctor.main(["--device", "cpu"]) == 1
+        assert f"problem: experts in host memory against resident ones: {said}\n" in capsys.readouterr().out
+
+
+def gpu_report(**card: Any) -> doctor.Report:
+    return {
+        "versions": {"tritonmoe": "1", "triton": None},
+        "gpu": {
+            "name": "Some GPU", "compute_capability": "9.0", "driver": "1.2", "link_generation": "5",
+            "link_generation_most": "5", "link_width": "8", "link_width_most": "16", **card,
+        },
+        "memory": {"host_free_bytes": 100 << 30, "device_free_bytes": 40 << 30, "lockable_bytes": 8 << 20},
+        "bandwidth_gbps": {"host to device, one expert of 9.4 MB": 36.0},
+        "pinning": {"tried_bytes": 1 << 30, "is_pinned": False, "gb_per_s": 4.0},
+        "self_test": {}, "problems": [], "advice": [],
+    }  # fmt: skip
+
+
+def test_report_of_a_machine_with_a_gpu() -> None:
+    report = gpu_report()
+    report["advice"] = doctor.advice(report)
+    text = "\n".join(doctor.lines(report))
+    assert "GPU: Some GPU, compute capability 9.0, driver 1.2, PCIe 5 x8 (at most 5 x16)" in text
+    assert "lockable: 8.00 MiB" in text
+    assert "pinning 1.1 GB: no" in text
+    assert "advice: memory cannot be pinned: raise `ulimit -l`" in text
+    assert "Qwen/Qwen3-30B-A3B in bfloat16 fits with experts in host memory: --policy exact" in text
+    assert "at most 100 ms per token" in text
+    assert "gpt-oss-120b in bfloat16 does not fit: its 234 GB are more than what is free in main memory" in text
+    report = gpu_report(link_generation=None, driver=None)
+    assert "driver not told, its link is not told" in "\n".join(doctor.lines(report))
+
+
+@pytest.mark.parametrize("output", ["550.1, 4, 5, 16, 16", "nothing of the kind", None])
+def test_what_the_driver_tells(output: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_options: Any) -> subprocess.CompletedProcess[str]:
+        if output is None:
+            raise FileNotFoundError("nvidia-smi")
+        return subprocess.CompletedProcess(command, 0, output + "\n", "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _index: object())
+    found = doctor.query_driver(torch.device("cuda", 0))
+    assert found["driver"] == ("550.1" if output and "550" in output else None)
+    assert found["link_width_most"] == ("16" if output and "550" in output else None)
+
+
+def test_every_operation_is_run_and_a_broken_one_is_found(pristine_folder: Path) -> None:
+    right = self_test.compare_kernels(pristine_folder, CPU, torch.float32, REFERENCES)
+    assert right.problems == {}
+    assert set(right.calls) == set(Operations._fields)
+    for name in ("combine", "norm_router", "fetch", "plan_demand", "rope_qk"):
+
+        def broken(*arguments: Any, name: str = name, **options: Any) -> Any:
+            result = getattr(REFERENCES, name)(*arguments, **options)
+            if name == "combine":
+                result[0, 0] += 1.0
+            elif name == "norm_router":
+                result.x.mul_(1.01)
+            elif name == "rope_qk":
+                arguments[4].add_(0.1)  # values
+            elif name == "fetch":
+                arguments[8][:, 3] = 9.0  # the slots
+            else:
+                arguments[0].counters.add_(1)
+            return result
+
+        wrong = self_test.compare_kernels(
+            pristine_folder, CPU, torch.float32, REFERENCES._replace(**{name: broken})
+        ).problems
+        assert name in wrong, name
+        assert "times the tolerance off its reference" in wrong[name]
+
+
+@pytest.mark.parametrize("marked", [pytest.param(None, marks=KERNEL_MARKS)])
+def test_kernels_pass(marked: None, pristine_folder: Path) -> None:
+    """On a GPU as the doctor runs them; under the interpreter in float32."""
+    dtype = torch.bfloat16 if DEVICE.type == "cuda" else torch.float32
+    found = self_test.compare_kernels(pristine_folder, DEVICE, dtype, kernels())
+    assert found.problems == {}
+    assert set(found.calls) == set(Operations._fields)
