@@ -1,4 +1,4 @@
-"""Tasks of lm_eval through the engine, each kind of request, on the embedded model; skipped where it is not installed."""
+"""Tasks of lm_eval through the engine, each kind of request, on the embedded model; skipped where it is missing."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
-import evaluate_lm  # noqa: E402
+import evaluate_lm
 
-from nano.tasks import read_test_file  # noqa: E402
-from tritonmoe.engine import embedded_folder  # noqa: E402
+from nano.tasks import read_test_file
+from tritonmoe.engine import embedded_folder
 
 TASKS = {
     "answers": """\
