@@ -20,6 +20,8 @@ from nano.optimizer import Muon, orthogonalise
 from nano.tasks import code, interpreter, json_object
 from nano.tasks.where import VERBS
 from nano.tasks.words import CARRIED, NAMES, PLACES, THINGS
+from tritonmoe import Engine
+from tritonmoe.kv_cache import KVCache
 
 LEVELS = (tasks.EASY, tasks.STRETCH, tasks.HARD)
 TINY = ModelConfig(
@@ -390,6 +392,44 @@ def test_grouped_mm_agrees_with_the_loop():
         torch.testing.assert_close(got, wanted)
 
 
+def test_gpt_oss_learns_with_every_parameter():
+    """A gradient reaches biases and sinks too, and a window hides what is behind it."""
+    torch.manual_seed(0)
+    model, ids = Model(OSS, seed=1), torch.randint(512, (2, 33))
+    losses = []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    for _ in range(6):
+        output = model(ids[:, :-1])
+        loss = token_losses(output.hidden, model.embed_tokens.weight, ids[:, 1:]).mean()
+        loss.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        losses.append(loss.item())
+        optimizer.step()
+        if len(losses) < 6:
+            optimizer.zero_grad()
+    assert losses[-1] < losses[0] - 0.5
+    assert all(p.grad.abs().sum() > 0 for name, p in model.named_parameters() if name.endswith(("bias", "sinks")))
+    with pytest.raises(ValueError, match="model type 'mixtral' is not known"):
+        replace(OSS, model_type="mixtral")
+
+
+def test_recipes_are_of_known_options_and_the_sizes_wanted():
+    for path in sorted((Path(__file__).parent.parent / "tools/nano/recipes").glob("*.json")):
+        parsed = train_nano.parse_arguments(["--recipe", str(path), "--text", "t", "--valid", "v"])
+        config = train_nano.build_settings(parsed).model
+        assert config.num_hidden_layers >= 24
+        experts = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
+        assert 64e6 < 2 * experts < 200e6, "bytes in bf16"
+        assert config.moe_intermediate_size * config.num_experts_per_tok >= 2 * config.hidden_size
+
+
+def test_recipe_with_an_unknown_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "recipe.json").write_text('{"colour": 1}')
+    with pytest.raises(SystemExit):
+        train_nano.parse_arguments(["--recipe", str(tmp_path / "recipe.json")])
+    assert "names 'colour', which is no option" in capsys.readouterr().err
+
+
 def test_balance_loss_is_one_when_even():
     output = Model(TINY)(torch.randint(512, (4, 64)))
     torch.testing.assert_close(output.load.sum(1), torch.ones(TINY.num_hidden_layers))
@@ -409,10 +449,17 @@ def test_bits_per_character_counts_every_token():
     assert bits_per_character(model, stream, sizes, 32) == pytest.approx(expected, rel=1e-5)
 
 
-def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path, small_tokenizer):
+OSS = replace(TINY, model_type="gpt_oss", sliding_window=8, rms_norm_eps=1e-5)
+
+
+@pytest.mark.parametrize("config", [TINY, OSS], ids=lambda config: config.model_type)
+def test_export_loads_in_transformers_with_the_same_logits(config: ModelConfig, tmp_path: Path, small_tokenizer):
     transformers = pytest.importorskip("transformers")
-    model = Model(TINY, seed=2)
-    for parameter in model.parameters():  # bf16 values, so that the export is exact
+    model = Model(config, seed=2)
+    torch.manual_seed(0)
+    for name, parameter in model.named_parameters():  # bf16 values, so that the export is exact
+        if name.endswith(("bias", "sinks")):
+            parameter.data.normal_(std=0.5)
         parameter.data = parameter.data.bfloat16().float()
     export.export(model, small_tokenizer, tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -420,6 +467,10 @@ def test_export_loads_in_transformers_with_the_same_logits(tmp_path: Path, small
     with torch.no_grad():
         expected = model(ids).hidden @ model.embed_tokens.weight.T
         torch.testing.assert_close(loaded(ids).logits, expected, rtol=1e-4, atol=1e-5)
+        engine = Engine.from_pretrained(tmp_path, device="cpu")
+        cache = KVCache.allocate(engine.decoder.spec, 2, 40, torch.device("cpu"), torch.float32)
+        ours = engine.decoder.prefill(ids, 0, cache, last_only=False)
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
     template = transformers.AutoTokenizer.from_pretrained(tmp_path)
     chat = [{"role": "user", "content": "2 + 2 = ?"}]
     assert template.apply_chat_template(chat, tokenize=False) == "2 + 2 = ?\n"
@@ -510,8 +561,9 @@ def test_resumed_run_equals_the_uninterrupted_one(command, optimizer: str):
         command(f"parts-{optimizer}", optimizer=optimizer, resume=parts / "state.pt", seed=1)
 
 
-def test_initial_weights_are_the_exported_ones(tmp_path: Path, small_tokenizer):
-    exported, other = Model(TINY, seed=1), Model(TINY, seed=2)
+@pytest.mark.parametrize("config", [TINY, OSS], ids=lambda config: config.model_type)
+def test_initial_weights_are_the_exported_ones(config: ModelConfig, tmp_path: Path, small_tokenizer):
+    exported, other = Model(config, seed=1), Model(config, seed=2)
     export.export(exported, small_tokenizer, tmp_path)
     export.load_weights(other, tmp_path)
     for left, right in zip(exported.state_dict().values(), other.state_dict().values(), strict=True):

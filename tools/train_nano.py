@@ -1,6 +1,7 @@
-"""Train the small Mixture-of-Experts model from scratch and write it as a Hugging Face folder."""
+"""Train a small Mixture-of-Experts model, of Qwen3's form or GPT-OSS's, and write it as a Hugging Face folder."""
 
 import argparse
+import json
 import os
 from dataclasses import fields
 from functools import partial
@@ -26,6 +27,11 @@ the schedule:
   python3 tools/train_nano.py ... --minutes 18 --stop-after 9
   python3 tools/train_nano.py ... --minutes 18 --resume build/nano/state.pt
 
+Larger siblings, to study routing at the depth of real models (tools/nano/recipes):
+
+  python3 tools/train_nano.py --recipe tools/nano/recipes/sibling-gpt-oss.json --text train_*.txt.xz \\
+      --valid valid.txt.xz --tokenizer tritonmoe/nano/tokenizer.json --out build/sibling-gpt-oss
+
 The output folder then has model.safetensors, config.json, the tokenizer, and log.jsonl with everything
 measured. The seed fixes the data, its order and the initial weights; a time limit, unlike --steps, does not
 fix where the run ends.
@@ -39,6 +45,8 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--join", type=Path, metavar="DIR", help="only join the parts of --split-mib in DIR")
+
+    parser.add_argument("--recipe", type=Path, metavar="FILE", help="JSON with other defaults, by name of the option")
 
     files = parser.add_argument_group("files")
     files.add_argument("--text", nargs="+", metavar="FILE", help="training text, .txt or .txt.xz")
@@ -84,6 +92,13 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     for size in fields(ModelConfig):
         option = "--" + size.name.replace("_", "-")
         model.add_argument(option, type=size.type, default=size.default, help="(default: %(default)s)")
+    known, _ = parser.parse_known_args(arguments)
+    if known.recipe:
+        given = json.loads(known.recipe.read_text(encoding="utf-8"))
+        unknown = sorted(set(given) - set(vars(known)))
+        if unknown:
+            parser.error(f"{known.recipe} names {unknown[0]!r}, which is no option")
+        parser.set_defaults(**given)
     parsed = parser.parse_args(arguments)
     if not parsed.join and not (parsed.text and parsed.valid):
         parser.error("--text and --valid are needed")

@@ -154,7 +154,7 @@ def _rate(to: torch.Tensor, source: torch.Tensor) -> float:
 def pinning() -> dict[str, Any]:
     """Whether a gigabyte can be registered as expert stores are, and how fast."""
     num_records = math.ceil(TRIAL_BYTES / RECORD.num_bytes)
-    arena = empty_tensor((num_records, RECORD.num_elements), RECORD.dtype, torch.device("cpu")).zero_()
+    arena = empty_tensor((num_records, RECORD.num_bytes), torch.uint8, torch.device("cpu")).zero_()
     store = ExpertStore(RECORD, [arena], {0: arena})
     began = time.perf_counter()
     is_pinned = store.pin()

@@ -10,19 +10,28 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from .model import Model, ModelConfig
+from .model import SWIGLU_LIMIT, Model, ModelConfig
 from .tokenizer import END_OF_TEXT_ID, write_tokenizer
 
 WEIGHTS = "model.safetensors"
 
 
 def hf_tensors(model: Model) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter under its checkpoint name, one matrix per expert."""
+    """Every parameter under its checkpoint name: Qwen3-MoE's expert by expert, GPT-OSS's all in one, transposed."""
+    is_gpt_oss = model.config.is_gpt_oss
     for name, parameter in model.state_dict().items():
         prefix, _, kind = ("model." + name).rpartition(".")
         match kind:
             case "router":
-                yield f"{prefix}.gate.weight", parameter
+                yield f"{prefix}.{'router' if is_gpt_oss else 'gate'}.weight", parameter
+            case "router_bias":
+                yield f"{prefix}.router.bias", parameter
+            case "glu":
+                yield f"{prefix}.gate_up_proj", parameter.mT
+            case "down" if is_gpt_oss:
+                yield f"{prefix}.down_proj", parameter.mT
+            case "glu_bias" | "down_bias":
+                yield f"{prefix}.{'gate_up' if kind == 'glu_bias' else 'down'}_proj_bias", parameter
             case "gate_up":
                 for expert_id, (gate, up) in enumerate(matrix.chunk(2) for matrix in parameter):
                     yield f"{prefix}.{expert_id}.gate_proj.weight", gate
@@ -45,16 +54,28 @@ def load_weights(model: Model, folder: Path) -> None:
 
 
 def hf_config(config: ModelConfig) -> dict[str, object]:
+    sizes = dict(vars(config))
+    if config.is_gpt_oss:
+        sizes |= {
+            "num_local_experts": sizes.pop("num_experts"),
+            "intermediate_size": sizes.pop("moe_intermediate_size"),
+            "layer_types": config.layer_types,
+            "rope_parameters": {"rope_type": "default", "rope_theta": sizes.pop("rope_theta")},
+            "swiglu_limit": SWIGLU_LIMIT,
+        }
+    else:
+        sizes.pop("sliding_window")
+        sizes |= {
+            "intermediate_size": config.moe_intermediate_size * config.num_experts_per_tok,  # no layer is dense
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+            "norm_topk_prob": True,
+        }
     return {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        **vars(config),
-        "intermediate_size": config.moe_intermediate_size * config.num_experts_per_tok,  # no layer is dense
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
-        "norm_topk_prob": True,
+        "architectures": ["GptOssForCausalLM" if config.is_gpt_oss else "Qwen3MoeForCausalLM"],
+        **sizes,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": config.is_gpt_oss,
         "tie_word_embeddings": True,
         "output_router_logits": False,
         "bos_token_id": None,

@@ -1,4 +1,7 @@
-"""A plain Qwen3-MoE for training: every layer has attention and a routed expert MLP, and embeddings are tied.
+"""Plain Mixture-of-Experts models for training: every layer has attention and a routed expert MLP, embeddings are tied.
+
+Two forms: Qwen3-MoE, and GPT-OSS with its biases, attention sinks, windows in every other layer, gate weights that are
+a softmax over the chosen logits, and clamped SwiGLU.
 
 Shapes: B batch, S sequence, T = B*S tokens, H hidden, E experts, K experts per token, I intermediate.
 
@@ -16,11 +19,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+QWEN3, GPT_OSS = "qwen3_moe", "gpt_oss"
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # GPT-OSS's
+BIAS_COLUMNS = 8  # a bias is a column of its matrix, padded so that rows stay aligned to 16 bytes in bf16
+
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes, under the names of Hugging Face's Qwen3-MoE configuration."""
+    """The form and its sizes, under the names of Hugging Face's Qwen3-MoE configuration."""
 
+    model_type: str = QWEN3
     vocab_size: int = 4096
     hidden_size: int = 160
     num_hidden_layers: int = 16
@@ -33,6 +41,20 @@ class ModelConfig:
     max_position_embeddings: int = 1024
     rope_theta: float = 10_000.0
     rms_norm_eps: float = 1e-6
+    sliding_window: int = 128  # of GPT-OSS's even layers
+
+    def __post_init__(self) -> None:
+        if self.model_type not in (QWEN3, GPT_OSS):
+            raise ValueError(f"model type {self.model_type!r} is not known; use {QWEN3} or {GPT_OSS}")
+
+    @property
+    def is_gpt_oss(self) -> bool:
+        return self.model_type == GPT_OSS
+
+    @property
+    def layer_types(self) -> list[str]:
+        """GPT-OSS's, under its configuration's names."""
+        return [("full_attention", "sliding_attention")[i % 2 == 0] for i in range(self.num_hidden_layers)]
 
 
 class Routing(NamedTuple):
@@ -113,12 +135,13 @@ class RMSNorm(nn.Module):
 class Linear(nn.Module):
     """A matrix that is cast to the type of its input."""
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, has_bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight.to(x.dtype))
+        return F.linear(x, self.weight.to(x.dtype), None if self.bias is None else self.bias.to(x.dtype))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -132,20 +155,40 @@ class Attention(nn.Module):
         hidden, self.head_dim = config.hidden_size, config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = Linear(hidden, query_size)
-        self.k_proj = Linear(hidden, key_size)
-        self.v_proj = Linear(hidden, key_size)
-        self.o_proj = Linear(query_size, hidden)
-        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+        has_bias = config.is_gpt_oss
+        self.q_proj = Linear(hidden, query_size, has_bias)
+        self.k_proj = Linear(hidden, key_size, has_bias)
+        self.v_proj = Linear(hidden, key_size, has_bias)
+        self.o_proj = Linear(query_size, hidden, has_bias)
+        self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.is_gpt_oss else None
+        if not config.is_gpt_oss:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> Tensor:
+        """`visible` [S, S] says which keys a query sees; without sinks all up to its own."""
         projections = self.q_proj, self.k_proj, self.v_proj
         q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in projections)
-        q = rotate(self.q_norm(q).transpose(1, 2), cos, sin).to(x.dtype)
-        k = rotate(self.k_norm(k).transpose(1, 2), cos, sin).to(x.dtype)
-        out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        if self.sinks is None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q.transpose(1, 2).float(), cos, sin).to(x.dtype)
+        k = rotate(k.transpose(1, 2).float(), cos, sin).to(x.dtype)
+        if self.sinks is None:
+            out = F.scaled_dot_product_attention(q, k, v.transpose(1, 2), is_causal=True, enable_gqa=True)
+        else:
+            out = attention_with_sinks(q, k, v.transpose(1, 2), self.sinks, visible)
         return self.o_proj(out.transpose(1, 2).flatten(2))
+
+
+def attention_with_sinks(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, visible: Tensor) -> Tensor:
+    """q [B, heads, S, D], k and v [B, kv_heads, S, D] -> [B, heads, S, D]; a head's sink takes its share of the softmax
+    and gives nothing. All scores at once: windows are short here."""
+    q = q.unflatten(1, (k.shape[1], -1))  # [B, kv_heads, group, S, D]
+    scores = (q @ k[:, :, None].mT).float() * q.shape[-1] ** -0.5
+    scores = scores.masked_fill(~visible, float("-inf"))
+    sink = sinks.float().view(1, k.shape[1], -1, 1, 1).expand(*scores.shape[:-1], 1)
+    shares = torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+    return (shares.to(v.dtype) @ v[:, :, None]).flatten(1, 2)
 
 
 class Experts(nn.Module):
@@ -158,15 +201,52 @@ class Experts(nn.Module):
         self.down = nn.Parameter(torch.empty(experts, hidden, size))
 
     def forward(self, x: Tensor, routing: Routing) -> Tensor:
-        ids, top_k = routing.topk_ids.flatten(), routing.topk_ids.shape[1]
-        order = ids.to(torch.int16).argsort(stable=True)  # a radix sort: fewer bits, fewer passes
-        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=x.device))
-        ends = routing.counts.cumsum(0).to(torch.int32)
-        x = Dispatch.apply(x, order, inverse, top_k)
+        order, inverse, ends = expert_order(routing)
+        x = Dispatch.apply(x, order, inverse, routing.topk_ids.shape[1])
         gate, up = grouped_linear(x, self.gate_up.to(x.dtype), ends).chunk(2, -1)
         y = grouped_linear((F.silu(gate) * up).contiguous(), self.down.to(x.dtype), ends)
-        y = Undispatch.apply(y, order, inverse).unflatten(0, (-1, top_k))
-        return (y.float() * routing.topk_weights[..., None]).sum(1)
+        return weighted_sum(y, order, inverse, routing)
+
+
+def expert_order(routing: Routing) -> tuple[Tensor, Tensor, Tensor]:
+    """Which row of all token's rows comes when by expert, where each went, and where each expert's rows end."""
+    ids = routing.topk_ids.flatten()
+    order = ids.to(torch.int16).argsort(stable=True)  # a radix sort: fewer bits, fewer passes
+    inverse = torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=ids.device))
+    return order, inverse, routing.counts.cumsum(0).to(torch.int32)
+
+
+def weighted_sum(y: Tensor, order: Tensor, inverse: Tensor, routing: Routing) -> Tensor:
+    """Rows in expert order -> the sum over each token's experts [T, H], fp32."""
+    rows = Undispatch.apply(y, order, inverse).unflatten(0, (-1, routing.topk_ids.shape[1]))
+    return (rows.float() * routing.topk_weights[..., None]).sum(1)
+
+
+class BiasedExperts(nn.Module):
+    """GPT-OSS's: gate and up in turn, row by row, each matrix with a bias."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        experts, hidden, size = config.num_experts, config.hidden_size, config.moe_intermediate_size
+        self.glu = nn.Parameter(torch.empty(experts, 2 * size, hidden))
+        self.glu_bias = nn.Parameter(torch.zeros(experts, 2 * size))
+        self.down = nn.Parameter(torch.empty(experts, hidden, size))
+        self.down_bias = nn.Parameter(torch.zeros(experts, hidden))
+
+    def forward(self, x: Tensor, routing: Routing) -> Tensor:
+        order, inverse, ends = expert_order(routing)
+        x = Dispatch.apply(x, order, inverse, routing.topk_ids.shape[1])
+        gate, up = biased_linear(x, self.glu, self.glu_bias, ends).unflatten(-1, (-1, 2)).unbind(-1)
+        gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+        inner = (up + 1) * gate * torch.sigmoid(gate * SWIGLU_ALPHA)
+        return weighted_sum(biased_linear(inner, self.down, self.down_bias, ends), order, inverse, routing)
+
+
+def biased_linear(x: Tensor, weight: Tensor, bias: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_linear` with a bias [E, out], as one product: its gradient is then one, too."""
+    extra = F.pad(bias[..., None], (0, BIAS_COLUMNS - 1))
+    ones = F.pad(x.new_ones(len(x), 1), (0, BIAS_COLUMNS - 1))
+    return grouped_linear(torch.cat((x, ones), -1), torch.cat((weight, extra), -1).to(x.dtype), ends)
 
 
 class MoE(nn.Module):
@@ -174,14 +254,15 @@ class MoE(nn.Module):
         super().__init__()
         self.top_k = config.num_experts_per_tok
         self.router = nn.Parameter(torch.empty(config.num_experts, config.hidden_size))
-        self.experts = Experts(config)
+        self.router_bias = nn.Parameter(torch.zeros(config.num_experts)) if config.is_gpt_oss else None
+        self.experts = BiasedExperts(config) if config.is_gpt_oss else Experts(config)
 
     def route(self, x: Tensor) -> Routing:
         """`x` is fp32 here. The balance loss is E * sum(load * mean probability), over the whole batch."""
-        logits = F.linear(x, self.router)
+        logits = F.linear(x, self.router, self.router_bias)
         probabilities = logits.softmax(-1)
         weights, ids = probabilities.topk(self.top_k, dim=-1)
-        weights = weights / weights.sum(-1, keepdim=True)
+        weights = weights / weights.sum(-1, keepdim=True)  # which is a softmax over the chosen logits
         num_experts = logits.shape[-1]
         counts = (ids[..., None] == torch.arange(num_experts, device=x.device)).sum((0, 1))
         balance_loss = num_experts * (counts / ids.numel() * probabilities.mean(0)).sum()
@@ -200,9 +281,9 @@ class Block(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MoE(config)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, visible: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dtype = compute_dtype(x)
-        x = x + self.self_attn(self.input_layernorm(x).to(dtype), cos, sin)
+        x = x + self.self_attn(self.input_layernorm(x).to(dtype), cos, sin, visible)
         out, routing = self.mlp(self.post_attention_layernorm(x).flatten(0, 1), dtype)
         return x + out.view_as(x), routing.counts, routing.balance_loss, routing.z_loss
 
@@ -232,7 +313,7 @@ class Model(nn.Module):
     def initialise(self, generator: torch.Generator) -> None:
         """Normal with unit gain, but smaller where it writes to the residual, whose sum then has unit gain."""
         for name, parameter in self.named_parameters():
-            if parameter.dim() < 2:
+            if parameter.dim() < 2 or name.endswith("bias"):
                 continue
             std = 0.02 if name.endswith(("embed_tokens.weight", "router")) else parameter.shape[-1] ** -0.5
             if name.endswith(("o_proj.weight", "down")):
@@ -243,8 +324,11 @@ class Model(nn.Module):
         x = self.embed_tokens(ids)
         cos, sin = self.cos[: ids.shape[1]], self.sin[: ids.shape[1]]
         counts, balance_losses, z_losses = [], [], []
-        for layer in self.layers:
-            x, count, balance_loss, z_loss = layer(x, cos, sin)
+        causal = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
+        windowed = causal.triu(1 - self.config.sliding_window)
+        for layer, kind in zip(self.layers, self.config.layer_types, strict=True):
+            visible = windowed if kind == "sliding_attention" else causal
+            x, count, balance_loss, z_loss = layer(x, cos, sin, visible)
             counts.append(count)
             balance_losses.append(balance_loss)
             z_losses.append(z_loss)

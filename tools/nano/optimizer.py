@@ -66,7 +66,8 @@ def build_optimizers(model: nn.Module, kind: str, lr: float) -> list[torch.optim
     matrices, others = [], []
     for name, parameter in model.named_parameters():
         in_block = ".self_attn." in name or ".experts." in name
-        (matrices if in_block and parameter.dim() > 1 else others).append((name, parameter))
+        is_matrix = parameter.dim() > 1 and not name.endswith("bias")  # experts' biases are stacked
+        (matrices if in_block and is_matrix else others).append((name, parameter))
     groups = [{"params": [parameter for _, parameter in others], "weight_decay": 0.0}]
     if kind == "adamw":
         groups.append({"params": [parameter for _, parameter in matrices], "weight_decay": WEIGHT_DECAY})

@@ -16,7 +16,9 @@ from tritonmoe.errors import InputError
 from tritonmoe.offload import OffloadedExperts
 from tritonmoe.placement import Placement
 from tritonmoe.policy import RESIDENT, Policy, resolve
-from tritonmoe.session import allocate_cache
+
+from . import scoring
+from .scoring import Pair
 
 PROMPT_TOKENS = 16  # of a window, prefilled with true routing; what follows is fed token by token
 SPARE_TOKENS = 16  # beyond the longest reference answer, before an item counts as unanswered
@@ -100,34 +102,16 @@ def _common(one: Sequence[int], other: Sequence[int]) -> int:
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-@torch.inference_mode()
 def perplexity(engine: Engine, windows: Sequence[Sequence[int]], batch: int) -> dict[str, float]:
     """Of the tokens of windows of equal length, each fed in a decode step as policies act in them."""
-    decoder, nats, squares, tokens = engine.decoder, 0.0, 0.0, 0
-    for start in range(0, len(windows), batch):
-        ids = torch.tensor([list(window) for window in windows[start : start + batch]], device=decoder.device)
-        rows, length = ids.shape
-        cache = allocate_cache(decoder, rows, length)
-        decoder.experts.begin()
-        decoder.prefill(ids[:, :PROMPT_TOKENS], 0, cache)
-        decoder.experts.begin_decode(rows)
-        losses = torch.zeros(rows, dtype=torch.float64, device=decoder.device)
-        for position in range(PROMPT_TOKENS, length - 1):
-            decoder.experts.begin_step(rows)
-            at = torch.full((rows,), position, device=decoder.device)
-            logits = decoder.decode(ids[:, position], at, cache, position + 1)
-            decoder.experts.step_launched()
-            losses -= logits.log_softmax(-1).gather(1, ids[:, position + 1 : position + 2])[:, 0].double()
-        nats += float(losses.sum())
-        squares += float((losses / (length - 1 - PROMPT_TOKENS)).square().sum())
-        tokens += rows * (length - 1 - PROMPT_TOKENS)
-    mean = nats / tokens
-    variance = max(0.0, squares / len(windows) - mean**2)
+    pairs = [Pair(window[:PROMPT_TOKENS], window[PROMPT_TOKENS:]) for window in windows]
+    count = len(pairs[0].continuation)
+    nats = torch.tensor([-found.log_probability / count for found in scoring.score(engine, pairs, batch)])
     return {
-        "nats_per_token": mean,
-        "standard_error": math.sqrt(variance / len(windows)),  # over windows
-        "perplexity": math.exp(mean),
-        "tokens": tokens,
+        "nats_per_token": float(nats.mean()),
+        "standard_error": float(nats.std() / len(nats) ** 0.5) if len(nats) > 1 else math.nan,  # over windows
+        "perplexity": float(nats.mean().exp()),
+        "tokens": count * len(pairs),
     }
 
 
