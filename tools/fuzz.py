@@ -23,7 +23,8 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -115,42 +116,58 @@ def memory_mib(name: str) -> float:
     return int(fields[name].split()[0]) / 1024
 
 
+@dataclass
+class Worker:
+    """A process, and the cases it was given."""
+
+    process: SpawnProcess
+    results: Connection
+    log: Path
+    cases: Sequence[Case]
+    done: int = 0
+
+    @classmethod
+    def start(cls, cases: Sequence[Case], options: argparse.Namespace, run: RunCase, log: Path) -> Worker:
+        context = multiprocessing.get_context("spawn")
+        receiver, sender = context.Pipe(duplex=False)
+        log.touch()
+        process = context.Process(target=work, args=(sender, run, cases, options, str(log)))
+        process.start()
+        sender.close()
+        return cls(process, receiver, log, cases)
+
+
 def fuzz(cases: Sequence[Case], options: argparse.Namespace, run: RunCase = run_case) -> dict[str, Tally]:
     """Run the cases, divided among processes; one that dies is a finding, and another goes on behind it."""
     tallies = {kind: Tally() for kind, _ in cases}
-    context = multiprocessing.get_context("spawn")
-    pending = [part for i in range(options.processes) if (part := cases[i :: options.processes])]
     with tempfile.TemporaryDirectory(prefix="log-") as logs:
-        while pending:
-            running = []
-            for i, part in enumerate(pending):
-                receiver, sender = context.Pipe(duplex=False)
-                log = Path(logs) / str(i)
-                log.touch()
-                process = context.Process(target=work, args=(sender, run, part, options, str(log)))
-                process.start()
-                sender.close()
-                running.append((receiver, process, log, part))
-            pending = []
-            for receiver, process, log, part in running:
-                done = collect(receiver, tallies, part)
-                process.join()
-                if done < len(part):
-                    kind, number = part[done]
-                    end = f"the process ended with {process.exitcode}: {log.read_text(errors='replace')[:600]}"
-                    tallies[kind].add(number, FINDING + " | ".join(end.splitlines()), options.case_seconds, 0.0)
-                    pending += [part[done + 1 :]] if done + 1 < len(part) else []
+        parts = [part for i in range(options.processes) if (part := cases[i :: options.processes])]
+        workers = [Worker.start(part, options, run, Path(logs) / str(i)) for i, part in enumerate(parts)]
+        while workers:
+            ready = wait([worker.results for worker in workers])
+            for worker in [worker for worker in workers if worker.results in ready]:
+                try:
+                    result = worker.results.recv()
+                except EOFError:
+                    workers.remove(worker)
+                    if rest := after_death(worker, tallies, options):
+                        workers.append(Worker.start(rest, options, run, worker.log))
+                    continue
+                kind, number = worker.cases[worker.done]
+                tallies[kind].add(number, *result)
+                worker.done += 1
     return tallies
 
 
-def collect(receiver: Connection, tallies: dict[str, Tally], cases: Sequence[Case]) -> int:
-    """Count what a process sends until it ends; returns how many cases it finished."""
-    for done, (kind, number) in enumerate(cases):
-        try:
-            tallies[kind].add(number, *receiver.recv())
-        except EOFError:
-            return done
-    return len(cases)
+def after_death(worker: Worker, tallies: dict[str, Tally], options: argparse.Namespace) -> Sequence[Case]:
+    """What is left to do behind the case that a process died of, which is counted; nothing if it was at its end."""
+    worker.process.join()
+    if worker.done == len(worker.cases):
+        return ()
+    kind, number = worker.cases[worker.done]
+    end = f"the process ended with {worker.process.exitcode}: {worker.log.read_text(errors='replace')[:600]}"
+    tallies[kind].add(number, FINDING + " | ".join(end.splitlines()), options.case_seconds, 0.0)
+    return worker.cases[worker.done + 1 :]
 
 
 def summary(tallies: dict[str, Tally], options: argparse.Namespace, source: dict[str, Any]) -> dict[str, Any]:
