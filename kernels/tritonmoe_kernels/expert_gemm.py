@@ -31,6 +31,7 @@ from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
 from tritonmoe_kernels.tiles import cdiv
 from tritonmoe_kernels.weight_tiles import (
+    WORD_BYTES,
     check_matrix,
     fetch_weights,
     load_columns,
@@ -98,8 +99,8 @@ def _gate_up_decode_kernel(
         )
         columns = step_of_x(start, LAYOUT, BLOCK_K)
         x = load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)
-        gate_sums += products(gate_tile, x, LAYOUT)
-        up_sums += products(up_tile, x, LAYOUT)
+        gate_sums += products(gate_tile, x, strides_ws.byte, LAYOUT)
+        up_sums += products(up_tile, x, strides_ws.byte, LAYOUT)
     gate = tl.sum(gate_sums, axis=1)
     up = tl.sum(up_sums, axis=1)
     if bias_ptr is not None:
@@ -143,12 +144,12 @@ def _down_decode_kernel(
     release_dependents(PDL)
     columns = step_of_x(0, LAYOUT, BLOCK_K)
     hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
-    sums = products(tile, hidden, LAYOUT)
+    sums = products(tile, hidden, strides_ws.byte, LAYOUT)
     for start in range(BLOCK_K, INTERMEDIATE, BLOCK_K):
         tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
         columns = step_of_x(start, LAYOUT, BLOCK_K)
         hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
-        sums += products(tile, hidden, LAYOUT)
+        sums += products(tile, hidden, strides_ws.byte, LAYOUT)
     out = tl.sum(sums, axis=1)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)
@@ -198,8 +199,8 @@ def _gate_up_prefill_kernel(
         up_tile = fetch_weights(
             gate_up, strides_ws, slot, first + INTERMEDIATE, rows, start, LAYOUT, HIDDEN, BLOCK_K, ""
         )
-        gate = tl.dot(x, spread_out(gate_tile, LAYOUT, x.dtype).T, gate, input_precision="ieee")
-        up = tl.dot(x, spread_out(up_tile, LAYOUT, x.dtype).T, up, input_precision="ieee")
+        gate = tl.dot(x, spread_out(gate_tile, strides_ws.byte, LAYOUT, x.dtype).T, gate, input_precision="ieee")
+        up = tl.dot(x, spread_out(up_tile, strides_ws.byte, LAYOUT, x.dtype).T, up, input_precision="ieee")
     if bias_ptr is not None:
         bias_ptr += slot * stride_bs + first
         gate += tl.load(bias_ptr + rows).to(tl.float32)[None, :]
@@ -245,7 +246,7 @@ def _down_prefill_kernel(
         columns = start + tl.arange(0, BLOCK_K)
         hidden = load_columns(row_ptrs + columns[None, :], columns[None, :], INTERMEDIATE, BLOCK_K, "")
         tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, "")
-        out = tl.dot(hidden, spread_out(tile, LAYOUT, hidden.dtype).T, out, input_precision="ieee")
+        out = tl.dot(hidden, spread_out(tile, strides_ws.byte, LAYOUT, hidden.dtype).T, out, input_precision="ieee")
     if bias_ptr is not None:
         out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)[None, :]
     units = first + tl.arange(0, BLOCK_N)
@@ -443,7 +444,7 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
     num_pairs, top_k = out.shape[0] * out.shape[1], out.shape[1]
     _, hidden_size, intermediate = down.shape
     launch = table["gate_up"]
-    parts, strides, layout = operands(gate_up)
+    parts, strides, layout = operands(gate_up, WORD_BYTES)
     _gate_up_prefill_kernel[(num_blocks * cdiv(intermediate, launch["block_n"]),)](
         hidden,
         x,
@@ -468,7 +469,7 @@ def _prefill(x, blocks, table, gate_up, down, gate_up_bias, down_bias, kind, lim
         num_stages=launch["num_stages"],
     )
     launch = table["down"]
-    parts, strides, layout = operands(down)
+    parts, strides, layout = operands(down, WORD_BYTES)
     _down_prefill_kernel[(num_blocks * cdiv(hidden_size, launch["block_n"]),)](
         out,
         hidden,

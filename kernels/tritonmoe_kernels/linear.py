@@ -77,12 +77,12 @@ def _linear_kernel(
         inverse = tl.rsqrt(tl.sum(values * values, axis=0) / H + epsilon)
     columns = step_of_x(0, LAYOUT, BLOCK_K)
     x = _normed(x_ptr, norm_weight_ptr, inverse, columns, H, BLOCK_K, WEIGHT_PLUS_ONE)
-    sums = products(tile, x, LAYOUT)
+    sums = products(tile, x, strides.byte, LAYOUT)
     for start in range(BLOCK_K, H, BLOCK_K):
         tile = fetch_weights(weight, strides, 0, first, rows, start, LAYOUT, H, BLOCK_K, "")
         columns = step_of_x(start, LAYOUT, BLOCK_K)
         x = _normed(x_ptr, norm_weight_ptr, inverse, columns, H, BLOCK_K, WEIGHT_PLUS_ONE)
-        sums += products(tile, x, LAYOUT)
+        sums += products(tile, x, strides.byte, LAYOUT)
     out = tl.sum(sums, axis=1)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + first + rows).to(tl.float32)

@@ -30,6 +30,10 @@ from tritonmoe_kernels.quantized import INT4_MIDDLE, Matrix
 from tritonmoe_kernels.tiles import next_power_of_2
 
 CHUNK_BYTES = 16  # a thread's load
+WORD_BYTES = 4
+INT4_ZERO = tl.constexpr(float(INT4_MIDDLE))
+# 2^74: what `_integer_in_place` leaves of an integer's unit, 2^-149, when x has come times 2^75.
+INTEGER_UNIT = tl.constexpr(2.0**74)
 
 
 class Parts(NamedTuple):
@@ -40,10 +44,24 @@ class Parts(NamedTuple):
     zeros: Any
 
 
+class Strides(NamedTuple):
+    """Between slots, in elements of each part.
+
+    `byte` is 256, to shift by: as an argument it cannot be turned into a shift. Shifts and logical instructions have
+    half the lanes that multiplications have, and most of decoding is such.
+    """
+
+    codes: int
+    scales: int
+    zeros: int
+    byte: int = 256
+
+
 class Layout(NamedTuple):
-    """What of a format is compiled in; `chunk` columns are summed by a thread, 1 of plain weights."""
+    """What of a format is compiled in: `values` in a word, and columns in a `chunk`, which has one scale; 1 if plain."""
 
     name: str | None
+    values: int
     chunk: int
     group: int
     group_rows: int
@@ -53,23 +71,26 @@ class Operands(NamedTuple):
     """Arguments of a kernel for one matrix."""
 
     parts: Parts
-    strides: Parts  # between slots, in elements of each part
+    strides: Strides
     layout: Layout
 
 
-def operands(matrix: Matrix) -> Operands:
-    """A matrix [S, rows, columns] for a kernel; ValueError where the codes of a slot are not aligned to 4 bytes."""
+def operands(matrix: Matrix, chunk_bytes: int = CHUNK_BYTES) -> Operands:
+    """A matrix [S, rows, columns] for `products`, or for `spread_out` with chunks of WORD_BYTES.
+
+    ValueError where the codes of a slot are not aligned to 4 bytes.
+    """
     if isinstance(matrix, torch.Tensor):
-        return Operands(Parts(matrix, None, None), Parts(matrix.stride(0), 0, 0), Layout(None, 1, 1, 1))
+        return Operands(Parts(matrix, None, None), Strides(matrix.stride(0), 0, 0), Layout(None, 1, 1, 1, 1))
     form, codes, scales, zeros = matrix
     word = torch.int32 if codes.shape[-1] % 4 == 0 else torch.uint8
     try:
         codes = codes.view(word)
     except RuntimeError as error:
         raise ValueError(f"codes of {form.name} must begin at multiples of 4 bytes in every slot: {error}") from None
-    strides = Parts(codes.stride(0), scales.stride(0), 0 if zeros is None else zeros.stride(0))
-    chunk = CHUNK_BYTES * 8 // form.bits
-    return Operands(Parts(codes, scales, zeros), strides, Layout(form.name, chunk, form.group, form.group_rows))
+    strides = Strides(codes.stride(0), scales.stride(0), 0 if zeros is None else zeros.stride(0))
+    layout = Layout(form.name, 32 // form.bits, chunk_bytes * 8 // form.bits, form.group, form.group_rows)
+    return Operands(Parts(codes, scales, zeros), strides, layout)
 
 
 def step_columns(layout: Layout, columns: int, wanted: int) -> int:
@@ -108,25 +129,26 @@ def load_columns(pointers, columns, NUM_COLUMNS: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit
 def _words(
-    codes_ptr, first, rows, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr,
+    codes_ptr, first, rows, start, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
     EVICT: tl.constexpr,
 ):  # fmt: skip
-    """Words [4, rows, chunks] of a step, little endian."""
-    VALUES: tl.constexpr = CHUNK // 4
-    words = start // VALUES + tl.arange(0, BLOCK_K // VALUES)
-    if COLUMNS % VALUES == 0:
-        STORED: tl.constexpr = COLUMNS // VALUES
+    """Words [words of a chunk, rows, chunks] of a step, little endian."""
+    WORDS: tl.constexpr = BLOCK_K // LAYOUT.values
+    words = start // LAYOUT.values + tl.arange(0, WORDS)
+    if COLUMNS % LAYOUT.values == 0:
+        STORED: tl.constexpr = COLUMNS // LAYOUT.values
         pointers = codes_ptr + first.to(tl.int64) * STORED + (rows[:, None] * STORED + words[None, :])
-        tile = load_columns(pointers, words[None, :], STORED, BLOCK_K // VALUES, EVICT).to(tl.uint32, bitcast=True)
+        tile = load_columns(pointers, words[None, :], STORED, WORDS, EVICT).to(tl.uint32, bitcast=True)
     else:
-        ROW_BYTES: tl.constexpr = COLUMNS * 4 // VALUES
-        tile = tl.zeros([rows.shape[0], BLOCK_K // VALUES], dtype=tl.uint32)
+        ROW_BYTES: tl.constexpr = COLUMNS * 4 // LAYOUT.values
+        tile = tl.zeros([rows.shape[0], WORDS], dtype=tl.uint32)
         for i in tl.static_range(4):
             column = words[None, :] * 4 + i
             pointers = codes_ptr + first.to(tl.int64) * ROW_BYTES + (rows[:, None] * ROW_BYTES + column)
             byte = tl.load(pointers, mask=column < ROW_BYTES, other=0)
             tile |= byte.to(tl.uint32) << (8 * i)
-    return tl.permute(tile.reshape(rows.shape[0], BLOCK_K // CHUNK, 4), (2, 0, 1))
+    words_of_chunk: tl.constexpr = LAYOUT.chunk // LAYOUT.values
+    return tl.permute(tile.reshape(rows.shape[0], WORDS // words_of_chunk, words_of_chunk), (2, 0, 1))
 
 
 @triton.jit
@@ -153,7 +175,7 @@ def fetch_weights(
 ):  # fmt: skip
     """Columns start … start + BLOCK_K of a slot's rows first + rows: the only place where weights are fetched.
 
-    A tuple: the tile [rows, BLOCK_K], or words [4, rows, chunks], scales and zeros [rows, chunks]. What is added to the
+    A tuple: the tile [rows, BLOCK_K], or words [words of a chunk, rows, chunks], scales and zeros [rows, chunks]. What is added to the
     address of row `first` is known but for the thread, so that all loads share one address and differ in its offset.
     """
     codes_ptr = parts.codes + slot * strides.codes
@@ -163,7 +185,7 @@ def fetch_weights(
         pointers = codes_ptr + rows[:, None] * COLUMNS + columns[None, :]
         fetched = (load_columns(pointers, columns[None, :], COLUMNS, BLOCK_K, EVICT),)
     else:
-        words = _words(codes_ptr, first, rows, start, COLUMNS, BLOCK_K, LAYOUT.chunk, EVICT)
+        words = _words(codes_ptr, first, rows, start, LAYOUT, COLUMNS, BLOCK_K, EVICT)
         GROUPS: tl.constexpr = (COLUMNS + LAYOUT.group - 1) // LAYOUT.group
         columns = start + tl.arange(0, BLOCK_K // LAYOUT.chunk) * LAYOUT.chunk
         group = columns // LAYOUT.group
@@ -196,70 +218,89 @@ def step_of_x(start, LAYOUT: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
-def products(fetched, x, LAYOUT: tl.constexpr):
+def products(fetched, x, byte, LAYOUT: tl.constexpr):
     """Weights times x in float32, to be summed over the last axis: [rows, columns], or [rows, chunks]."""
     if LAYOUT.name is None:
         result = fetched[0].to(tl.float32) * x[None, :]
-    elif LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
-        values = _small_floats(fetched[0], LAYOUT)
-        sums = tl.sum(_flat(values) * x[:, None, :], axis=0)
-        result = sums * _small_float_unit(LAYOUT) * _scale(fetched[1], LAYOUT)
     else:
-        unit, values = _integers_in_place(fetched[0], LAYOUT)
-        values = _flat(values)
-        sums = tl.sum(values * (x * unit)[:, None, :], axis=0) * INTEGER_UNIT
-        # The same for all rows: broadcast only to lie where the sums do.
-        of_zero = _zero(fetched, LAYOUT) * tl.sum(tl.broadcast_to(x[:, None, :], values.shape), axis=0)
-        result = (sums - of_zero) * _scale(fetched[1], LAYOUT)
+        words = fetched[0][:, None, :, :]
+        values: tl.constexpr = LAYOUT.values
+        place = tl.arange(0, values)[None, :, None, None].to(tl.uint32)
+        if LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
+            tile = _small_float(words, place, byte.to(tl.uint32), LAYOUT)
+            tile = tile.reshape(LAYOUT.chunk, words.shape[2], words.shape[3])
+            sums = tl.sum(tile * x[:, None, :], axis=0) * _small_float_unit(LAYOUT)
+        else:
+            bits: tl.constexpr = 32 // values
+            exponent = 127 + 75 - bits * (tl.arange(0, LAYOUT.chunk) % values % (24 // bits))
+            unit = (exponent << 23).to(tl.float32, bitcast=True)[:, None]
+            tile = _integer_in_place(words, place, LAYOUT).reshape(LAYOUT.chunk, words.shape[2], words.shape[3])
+            sums = tl.sum(tile * (x * unit)[:, None, :], axis=0) * INTEGER_UNIT
+            # The sum of x is the same for all rows: broadcast only to lie where the sums do.
+            sums -= _zero(fetched, LAYOUT) * tl.sum(tl.broadcast_to(x[:, None, :], tile.shape), axis=0)
+        result = sums * _scale(fetched[1], LAYOUT)
     return result
 
 
 @triton.jit
-def spread_out(fetched, LAYOUT: tl.constexpr, dtype: tl.constexpr):
-    """Weights [rows, columns] in `dtype`, as `quantized.dequantize` makes them."""
+def spread_out(fetched, byte, LAYOUT: tl.constexpr, dtype: tl.constexpr):
+    """Weights [rows, columns] in `dtype`, as `quantized.dequantize` makes them; chunks are words.
+
+    Values of a word are joined, each time by a new last axis that a thread holds, so that it has them in a row.
+    """
     if LAYOUT.name is None:
         tile = fetched[0].to(dtype)
     else:
-        if LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
-            values = _small_floats(fetched[0], LAYOUT) * _small_float_unit(LAYOUT)
+        if LAYOUT.values == 8:
+            even = tl.join(_pair(fetched, byte, 0, LAYOUT, dtype), _pair(fetched, byte, 2, LAYOUT, dtype))
+            odd = tl.join(_pair(fetched, byte, 1, LAYOUT, dtype), _pair(fetched, byte, 3, LAYOUT, dtype))
         else:
-            values = _integers(fetched[0], LAYOUT) - _zero(fetched, LAYOUT)
-        values = (values * _scale(fetched[1], LAYOUT)).to(dtype)
-        tile = tl.permute(values, (2, 3, 0, 1)).reshape(values.shape[2], values.shape[3] * LAYOUT.chunk)
+            even, odd = _pair(fetched, byte, 0, LAYOUT, dtype), _pair(fetched, byte, 1, LAYOUT, dtype)
+        tile = tl.join(even, odd).reshape(even.shape[0], even.shape[1] * LAYOUT.values)
     return tile
 
 
-# 2^74: what `_integers_in_place` leaves of an integer's unit, 2^-149, when x has come times 2^75.
-INTEGER_UNIT = tl.constexpr(2.0**74)
+@triton.jit
+def _pair(fetched, byte, place: tl.constexpr, LAYOUT: tl.constexpr, dtype: tl.constexpr):
+    """The weights at one place of each word and half a word on: [rows, words, 2]."""
+    HALF: tl.constexpr = LAYOUT.values // 2
+    return tl.join(_weight(fetched, byte, place, LAYOUT).to(dtype), _weight(fetched, byte, place + HALF, LAYOUT).to(dtype))
 
 
 @triton.jit
-def _flat(values):
-    """[word, value, rows, chunks] -> [column of the chunk, rows, chunks]."""
-    return values.reshape(values.shape[0] * values.shape[1], values.shape[2], values.shape[3])
+def _weight(fetched, byte, place: tl.constexpr, LAYOUT: tl.constexpr):
+    """The weight at one place of each word in float32: [rows, words]."""
+    words = fetched[0].reshape(fetched[0].shape[1], fetched[0].shape[2])
+    if LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
+        value = _small_float(words, place, byte.to(tl.uint32), LAYOUT) * _small_float_unit(LAYOUT)
+    else:
+        BITS: tl.constexpr = 32 // LAYOUT.values
+        value = ((_unsigned(words, LAYOUT) >> (BITS * place)) & ((1 << BITS) - 1)).to(tl.float32)
+        value -= _zero(fetched, LAYOUT)
+    return value * _scale(fetched[1], LAYOUT)
 
 
 @triton.jit
-def _places(words, CHUNK: tl.constexpr):
-    """Words with an axis for their values, and each value's number."""
-    return words[:, None, :, :], tl.arange(0, CHUNK // 4)[None, :, None, None].to(tl.uint32)
-
-
-@triton.jit
-def _small_floats(words, LAYOUT: tl.constexpr):
+def _small_float(words, place, byte, LAYOUT: tl.constexpr):
     """E2M1 times 2^-14 or E4M3 times 2^-8 in float32; E4M3's two NaN count as ±480.
 
-    Codes k and k + half of a word go into the two halves of one word: the sign to bit 15, the rest to where float16 has
-    the end of its exponent and the beginning of its mantissa.
+    The codes at a place and half a word on go into the two halves of one word: the sign to bit 15, the rest to where
+    float16 has the end of its exponent and the beginning of its mantissa. Codes in the low byte of a half are put
+    together there and go up multiplied by `byte`, 256.
     """
-    word, i = _places(words, LAYOUT.chunk)
-    BITS: tl.constexpr = 128 // LAYOUT.chunk
-    HALF: tl.constexpr = LAYOUT.chunk // 8
-    GAP: tl.constexpr = 3 if BITS == 4 else 1  # bits of float16's exponent that the code has not
-    REST: tl.constexpr = 0x0E000E00 if BITS == 4 else 0x3F803F80
-    aligned = word << (16 - BITS - BITS * (i % HALF))
-    pair = (aligned & 0x80008000) | ((aligned >> GAP) & REST)
-    bits = (pair >> (16 * (i // HALF))).to(tl.uint16)
+    HALF: tl.constexpr = LAYOUT.values // 2
+    if LAYOUT.values == 8:
+        is_high_nibble = place % 2 == 1
+        signs = tl.where(is_high_nibble, words, words << 4)
+        rest = tl.where(is_high_nibble, words >> 3, words << 1)
+        high = (signs & 0x80008000) | (rest & 0x0E000E00)
+        low = ((signs & 0x00800080) | (rest & 0x000E000E)) * byte
+    else:
+        high = (words & 0x80008000) | ((words >> 1) & 0x3F803F80)
+        shifted = words * byte
+        low = (shifted & 0x80008000) | ((shifted >> 1) & 0x3F803F80)
+    pair = tl.where(place % HALF >= HALF // 2, high, low)
+    bits = (pair >> (16 * (place // HALF))).to(tl.uint16)
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
 
 
@@ -269,37 +310,28 @@ def _small_float_unit(LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _integers_in_place(words, LAYOUT: tl.constexpr):
-    """Codes, from zero on, as float32 numbers, and by what x must be multiplied: (unit [column of the chunk, 1], …).
+def _integer_in_place(words, place, LAYOUT: tl.constexpr):
+    """Codes, from zero on, as float32 numbers: code · 2^(b - 149) where the code lies at bit b.
 
-    A code in bits b and following is the float32 code · 2^(b - 149), up to bit 23, where one of exponent 1 continues the
-    subnormal ones. Higher codes are shifted down by 24 first.
+    That holds up to bit 23, where the numbers of exponent 1 continue the subnormal ones. Higher codes are shifted down
+    by 24 first. `x` is below 2^53, so that 2^75 times it is finite.
     """
-    word, i = _places(words, LAYOUT.chunk)
-    BITS: tl.constexpr = 128 // LAYOUT.chunk
-    LOW: tl.constexpr = 24 // BITS
-    if LAYOUT.name == "int8":
-        word = word ^ 0x80808080  # -127 … 127 as 1 … 255
-    mask = ((1 << BITS) - 1) << (BITS * (i % LOW))
-    values = tl.where(i < LOW, word & mask, (word >> 24) & mask).to(tl.float32, bitcast=True)
-    column = tl.arange(0, LAYOUT.chunk)
-    exponent = 127 + 75 - BITS * ((column % (LAYOUT.chunk // 4)) % LOW)
-    return (exponent << 23).to(tl.float32, bitcast=True)[:, None], values
+    BITS: tl.constexpr = 32 // LAYOUT.values
+    LOW_VALUES: tl.constexpr = 24 // BITS
+    words = _unsigned(words, LAYOUT)
+    mask = ((1 << BITS) - 1) << (BITS * (place % LOW_VALUES))
+    return tl.where(place < LOW_VALUES, words & mask, (words >> 24) & mask).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _integers(words, LAYOUT: tl.constexpr):
-    """Codes, from zero on, in float32."""
-    word, i = _places(words, LAYOUT.chunk)
-    BITS: tl.constexpr = 128 // LAYOUT.chunk
-    if LAYOUT.name == "int8":
-        word = word ^ 0x80808080
-    return ((word >> (BITS * i)) & ((1 << BITS) - 1)).to(tl.float32)
+def _unsigned(words, LAYOUT: tl.constexpr):
+    """Codes from zero on: int8's -127 … 127 as 1 … 255."""
+    return words ^ 0x80808080 if LAYOUT.name == "int8" else words
 
 
 @triton.jit
 def _zero(fetched, LAYOUT: tl.constexpr):
-    """What is worth nothing, by the codes that `_integers` gives."""
+    """What is worth nothing, by the codes that `_unsigned` gives."""
     if LAYOUT.name == "int8":
         zero = 128.0
     elif len(fetched) == 3:
@@ -307,9 +339,6 @@ def _zero(fetched, LAYOUT: tl.constexpr):
     else:
         zero = INT4_ZERO
     return zero
-
-
-INT4_ZERO = tl.constexpr(float(INT4_MIDDLE))
 
 
 @triton.jit
