@@ -200,6 +200,8 @@ REFUSED = [
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, ["'modelopt'"]),
     ({"quant_method": "auto-round"}, ["'auto-round'"]),
     ({"bits": 4}, ["None"]),
+    ({"quant_method": ["fp8"]}, ["['fp8']"]),
+    (changed(CT, "format", ["pack-quantized"]), ["['pack-quantized'] int4"]),
     (changed("fp8-blocks", "weight_block_size", None), ["weight_block_size", "[128, 128]"]),
     (changed("fp8-blocks", "weight_block_size", [128, 96]), ["96 columns", "powers of two"]),
     (changed("fp8-blocks", "fmt", "e5m2"), ["e5m2", "e4m3"]),

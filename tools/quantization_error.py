@@ -194,8 +194,8 @@ def main() -> None:
         if options.items and name in (PUBLISHED, *EXPERT_FORMATS):
             result["tasks"] = tasks(engine, options.items, options.batch)
         found["formats"][name] = result
+        options.out.write_text(json.dumps(found, indent=1) + "\n")  # what there is so far
         print(name, json.dumps({**result, "layers": None}), flush=True)
-    options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -35,11 +35,12 @@ from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
 from tritonmoe.loading import Order, Target, open_source
+from tritonmoe.matrices import empty_matrix
 from tritonmoe.placement import DEFAULT_VECTORS
 from tritonmoe.published_formats import LEAST_GROUP, PublishedFormat
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
-from tritonmoe_kernels.quantized import WeightFormat
+from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat
 
 SHARD_BYTES = 5 << 30
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -158,10 +159,11 @@ def _stems(name: str, entry: TensorEntry, target: Target) -> tuple[tuple[str, ..
 
 
 def _tensors(wanted: Format, rows: int, columns: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shapes and dtypes of what a matrix becomes: those of one of zeros."""
+    """Shapes and dtypes of what a matrix becomes, by the last word of their names."""
     assert wanted.published is not None
-    zeros = quantize(torch.zeros(rows, columns), wanted.form)
-    return {word: (tuple(t.shape), t.dtype) for word, t in wanted.published.encode(zeros).items()}
+    matrix = empty_matrix((rows, columns), torch.float32, torch.device("meta"), wanted.form)
+    assert isinstance(matrix, QuantizedMatrix)
+    return {word: (tuple(t.shape), t.dtype) for word, t in wanted.published.encode(matrix).items()}
 
 
 class Writer:

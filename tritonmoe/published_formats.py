@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -224,14 +224,14 @@ def parse_quantization(config: ConfigReader) -> PublishedFormat | None:
     if not config.values:
         return None
     method = config.raw("quant_method")
-    parsers: dict[Any, Callable[[ConfigReader], PublishedFormat | None]] = {
+    parsers: dict[str, Callable[[ConfigReader], PublishedFormat | None]] = {
         "mxfp4": lambda _: None,
         "fp8": _parse_fp8,
         "compressed-tensors": _parse_compressed_tensors,
         "awq": _parse_awq,
         "gptq": _parse_gptq,
     }
-    if method not in parsers:
+    if not isinstance(method, str) or method not in parsers:
         supported = ", ".join(parsers)
         raise ConfigError(f"{config.where}: quantisation method {method!r} is not supported (supported: {supported})")
     for name in SHOWN_BY_TENSORS + HISTORY:
@@ -247,7 +247,7 @@ def parse_quantization(config: ConfigReader) -> PublishedFormat | None:
 
 
 def _parse_fp8(config: ConfigReader) -> PublishedFormat:
-    config.require("fmt", ("e4m3",))
+    config.require("fmt", ("e4m3", "float8_e4m3fn"))
     config.require("activation_scheme", ("dynamic",))
     config.require("expert_dtype", ("fp8",))
     rows, columns = _block(config, "weight_block_size")
@@ -274,14 +274,14 @@ def _parse_compressed_tensors(config: ConfigReader) -> PublishedFormat:
     return found.pop()
 
 
-def _parse_scheme(group: ConfigReader, default_format: str | None) -> PublishedFormat:
-    stored_as, weights = group.raw("format") or default_format, group.child("weights")
+def _parse_scheme(group: ConfigReader, default_format: object) -> PublishedFormat:
+    stored_as, weights = str(group.raw("format") or default_format), group.child("weights")
     group.raw("targets")
     if group.raw("output_activations"):
         raise ConfigError(f"{group.where}: quantised output activations are not supported (supported: none)")
     group.child("input_activations").require("num_bits", (8,))  # they are not quantised here, which loses nothing
-    kind, bits = weights.raw("type"), weights.integer("num_bits")
-    names: dict[tuple[Any, Any, int], tuple[Layout, str]] = {
+    kind, bits = str(weights.raw("type")), weights.integer("num_bits")
+    names: dict[tuple[str, str, int], tuple[Layout, str]] = {
         ("pack-quantized", "int", 4): ("words", "int4"),
         ("pack-quantized", "int", 8): ("words", "int8"),
         ("int-quantized", "int", 8): ("scaled", "int8"),
