@@ -514,6 +514,18 @@ def test_without_cuda_nothing_is_pinned_or_said(
     assert not caplog.records
 
 
+def test_memory_that_kernels_cannot_read_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = torch.device("cuda")
+    cudart = with_cuda(monkeypatch, refused=[0])
+    with pytest.raises(InputError, match=r"^the GPU cannot read 0.0082 GB of main memory \(out of memory\); use --emb"):
+        pinned_memory.mapped_tensor((1000, 4096), torch.bfloat16, gpu)
+    monkeypatch.setattr(pinned_memory, "device_address", lambda address: "the driver does not map it")
+    with pytest.raises(InputError, match=r"\(the driver does not map it\); use --embedding device$"):
+        pinned_memory.mapped_tensor((1000, 4096), torch.bfloat16, gpu)
+    assert len(cudart.calls) == 3  # the first refused, its error cleared, the second taken back
+    assert not cudart.registered
+
+
 def test_nothing_of_zero_size_is_registered(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = load_spec(model_folder)
     first, second = spec.layers

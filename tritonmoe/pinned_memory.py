@@ -72,7 +72,8 @@ def mapped_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.devi
     address = problem or device_address(memory.data_ptr())
     if isinstance(address, str):
         unregister(registered)
-        raise InputError(f"{num_bytes / 1e9:.2g} GB of main memory cannot be read by the GPU: {address}")
+        size = f"{num_bytes / 1e9:.2g} GB"
+        raise InputError(f"the GPU cannot read {size} of main memory ({address}); use --embedding device")
     owner = _DeviceArray(num_bytes, address)
     weakref.finalize(owner, unregister, registered)  # which holds the memory until then
     return torch.as_tensor(owner, device=device).view(dtype).view(shape)
