@@ -79,8 +79,8 @@ class Twins:
             self.errors[name] = max(self.errors[name], error)
             if not error <= 1.0:
                 self.problems.setdefault(name, f"{name}: {what} is {error:.3g} times the tolerance off its reference")
-        elif isinstance(expected, tuple) and hasattr(expected, "_fields"):
-            for part in expected._fields:
+        elif isinstance(expected, tuple) and hasattr(expected, "_asdict"):
+            for part in expected._asdict():  # type: ignore[attr-defined]  # a NamedTuple
                 if part != "scratch":
                     parts = (None if tree is None else getattr(tree, part) for tree in (before, actual, expected))
                     self._compare(name, f"{what}.{part}", *parts)
