@@ -5,9 +5,11 @@ The scenarios are those of tools/inject_faults.py, whose long form has many more
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from test_offload import DEVICE, POLICIES, Offloaded, make_spec, noise
 from tritonmoe import Engine, SamplingParams, waiting
 from tritonmoe.errors import InputError, TransferError
 from tritonmoe.model import Decoder
+from tritonmoe.offload import OffloadedExperts
 from tritonmoe.placement import Placement
 from tritonmoe.policy import minimum_slots
 
@@ -175,6 +178,22 @@ def test_two_streams_of_one_conversation_are_refused(pristine_folder: Path) -> N
     next(first)  # and goes on
     first.close()  # type: ignore[attr-defined]
     assert "".join(engine.stream("Hello", PARAMS, session)) == engine.generate("Hello", PARAMS).text
+
+
+def test_an_engine_that_nobody_holds_frees_its_experts(pristine_folder: Path) -> None:
+    """At once: pinned memory and slots that wait for the collector are missing when the next model is loaded."""
+    gc.collect()
+    gc.disable()
+    try:
+        engine = Engine.from_pretrained(pristine_folder, placement=Placement(policy="exact", expert_slots="4"))
+        engine.generate("Hello", PARAMS)
+        experts = engine.decoder.experts
+        assert isinstance(experts, OffloadedExperts)
+        held = [weakref.ref(experts), weakref.ref(experts._store), weakref.ref(experts.copies)]
+        del engine, experts
+        assert [found() for found in held] == [None, None, None]
+    finally:
+        gc.enable()
 
 
 def test_a_closed_engine_says_so(pristine_folder: Path) -> None:

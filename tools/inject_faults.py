@@ -446,9 +446,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "seconds": round(time.perf_counter() - began, 1),
         }  # fmt: skip
         print(name, json.dumps(results[name]), flush=True)
-    if options.output is not None:
-        summary = {"provenance": source, "results": results}
-        options.output.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+        if options.output is not None:  # after each: what was done is there where the next one is cut short
+            summary = {"provenance": source, "results": results}
+            options.output.write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return int(any(result["problems"] for result in results.values()))
 
 

@@ -241,7 +241,8 @@ class Engine:
                 raise InputError(f"out of memory ({problem}); {self._out_of_memory_remedy()}") from None
 
     def _out_of_memory_remedy(self) -> str:
-        slots = "" if self.decoder.experts.layout is None else "fewer --expert-slots, "
+        # What is resident has no layout; slots may have taken what a long prompt needs.
+        slots = "" if self.decoder.experts.layout is None else "a smaller --gpu-memory or fewer --expert-slots, "
         return (
             f"use a shorter prompt, fewer sequences at once, {slots}a smaller --max-context, --max-new-tokens or "
             "--dtype, or another --device"

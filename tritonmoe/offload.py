@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -390,7 +391,7 @@ class OffloadedExperts(Experts):
             self._take_slots(self.pool.num_slots, self.pool.num_slots)
         self.pool = SlotPool(self.pool.num_slots, len(self._spec.layers), self._num_experts, self.policy.eviction)
         self.scheduler = Scheduler(self.pool, self.counters)
-        self.copies.landed = self.pool.landed
+        self.copies.landed, self.copies.name = self.pool.landed, partial(owner_name, self.pool)
         self._guesses.clear()
         self._foretold.clear()
         self._turn = None
@@ -406,14 +407,9 @@ class OffloadedExperts(Experts):
         layout, device = self._store.layout, self._weights.embedding.device
         buffer = torch.empty((num_slots, layout.num_bytes), dtype=torch.uint8, device=device)
         copies = self._make_copies(buffer, self.pool.landed)
-        copies.name = self._owner
+        copies.name = partial(owner_name, self.pool)
         copies.num_copies = self.copies.num_copies if self._resizes else 0
         self._buffer, self._slots, self.copies = buffer, layout.views(buffer), copies
-
-    def _owner(self, slot: int) -> str:
-        """What the pool has put into a slot, for messages."""
-        key = int(self.pool.key_of[slot]) if slot < self.pool.num_slots else -1
-        return f"slot {slot}" if key < 0 else expert_name(*divmod(key, self._num_experts))
 
     def outstanding(self) -> str:
         """What has not arrived yet, for whoever waited for too long."""
@@ -730,6 +726,12 @@ class OffloadedExperts(Experts):
         foretold = self._foretold.pop(layer_id, None)
         if foretold is not None:
             self.counters.foretell(layer_id, foretold, ids, weights)
+
+
+def owner_name(pool: SlotPool, slot: int) -> str:
+    """What the pool has put into a slot, for messages."""
+    key = int(pool.key_of[slot]) if slot < pool.num_slots else -1
+    return f"slot {slot}" if key < 0 else expert_name(*divmod(key, pool.num_experts))
 
 
 def slot_table(slots: dict[int, int], num_experts: int) -> np.ndarray:
