@@ -17,6 +17,7 @@ from prediction.choice import choose
 from prediction.cost import training_cost
 from prediction.distillation import divergence
 from prediction.drift import spearman
+from prediction.figures import accuracy_by_bytes, drift_by_layer, pareto, recall_by_layer
 from prediction.policies import Asked
 from prediction.recall import Recall
 from prediction.report import report
@@ -225,3 +226,31 @@ def test_mistakes_are_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_figures_show_what_was_measured() -> None:
+    def by_layer(**found: list[float]) -> dict[str, Any]:
+        return {
+            name: {str(i + 1): {"recall": v, "cosine": v} for i, v in enumerate(row)} for name, row in found.items()
+        }
+
+    text = {"recall": by_layer(residual=[0.5, 0.9], estimator=[0.8, 0.9]), "drift": by_layer(residual=[0.5, 0.9])}
+    untrained = {"recall": by_layer(residual=[0.7, 0.6])}
+    cell = {"accuracy": 0.5, "standard_error": 0.05}
+    rows = [
+        {"policy": name, "tasks": {"add": {**cell, "accuracy": right}}, "traffic": {"25%": {"bytes_per_token": size}}}
+        for name, right, size in (("exact", 0.9, 3e6), ("est-pf", 0.8, 2e6), ("router-pf", 0.1, 2.5e6))
+    ]
+    content = {
+        "model": "tiny",
+        "prediction": {"results": {"top_k": 2, "text": text, "untrained": untrained}},
+        "policies": {"results": rows},
+    }
+    picture = recall_by_layer(content, "text")
+    assert "estimator, 1: 80" in picture
+    assert "untrained" in picture
+    assert "residual, 2: 0.9" in drift_by_layer(content, "text")
+    picture = accuracy_by_bytes(content)
+    assert "router-pf, 25%: 2.500 MB, 10.0 %" in picture
+    points = [(3.0, 90.0, 5.0, "exact"), (2.0, 80.0, 5.0, "est-pf"), (2.5, 10.0, 5.0, "router-pf")]
+    assert [p[3] for p in pareto(points)] == ["est-pf", "exact"]
