@@ -18,7 +18,10 @@ from provenance import ROOT
 MEASUREMENTS = ROOT / "docs/measurements"
 DOCUMENTS = (
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("embedded-model", "kernels", "offload", "parity", "performance", "prediction")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("embedded-model", "kernels", "offload", "parity", "performance", "prediction")
+    ),
 )
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 BENCHES = ("bench-qwen3-30b-a3b.json", "bench-gpt-oss-20b.json")
@@ -417,7 +420,9 @@ def prediction_recall() -> str:
             texts.append(f"{tokens:,} tokens of {corpus}, the {part['results']['top_k']} experts of each layer:\n\n")
             texts.append(prediction.summary_table(part, corpus) + "\n" + prediction.recall_table(part, corpus) + "\n")
         untrained = prediction.summary_table(part, "untrained")
-        return "".join(texts) + f"The same model with its weights shuffled, so that it has learned nothing:\n\n{untrained}"
+        return (
+            "".join(texts) + f"The same model with its weights shuffled, so that it has learned nothing:\n\n{untrained}"
+        )
 
     return predicted("nano", render, "prediction")
 
@@ -430,7 +435,13 @@ def prediction_drift() -> str:
 
 
 def prediction_policies() -> str:
-    return predicted("nano", lambda part: f"{prediction.policy_table(part)}\n{prediction.traffic_table(part)}", "policies")
+    """Every run that is stored: they may differ in policies and items."""
+    others = sorted(path.stem.removeprefix("prediction-") for path in MEASUREMENTS.glob("prediction-nano-*.json"))
+
+    def render(part: dict[str, Any]) -> str:
+        return f"{prediction.policy_table(part)}\n{prediction.traffic_table(part)}"
+
+    return "\n".join(predicted(name, render, "policies") for name in ["nano", *others])
 
 
 def prediction_published() -> str:
