@@ -445,7 +445,7 @@ def prediction_policies() -> str:
 
 
 def prediction_published() -> str:
-    part = read("published-2603.19289.json")
+    part = read("published-speculating-experts.json")
     accuracy = part["accuracy"]
     rows = [[name, *(percent(value) for value in row)] for name, row in accuracy["rows"].items()]
     text = table(["published", *(f"{column}, %" for column in accuracy["columns"])], rows)
