@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from prediction import report as prediction
 from provenance import ROOT
 
 MEASUREMENTS = ROOT / "docs/measurements"
@@ -20,7 +21,16 @@ DOCUMENTS = (
     ROOT / "README.md",
     *(
         ROOT / "docs" / f"{name}.md"
-        for name in ("embedded-model", "kernels", "offload", "parity", "performance", "quantization", "reliability")
+        for name in (
+            "embedded-model",
+            "kernels",
+            "offload",
+            "parity",
+            "performance",
+            "prediction",
+            "quantization",
+            "reliability",
+        )
     ),
 )
 REGION = re.compile(r"(<!-- generated: (\S+) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
@@ -480,6 +490,77 @@ def fuzz() -> str:
     return text + f"{part['memory_mib']:,} MiB.\n\n" + table(header, rows) + origin(part)
 
 
+def predicted(name: str, render: Callable[[dict[str, Any]], str], part: str) -> str:
+    """A part of a model's evaluation; FileNotFoundError where it was not measured."""
+    content = read(f"prediction-{name}.json")
+    if part not in content:
+        raise FileNotFoundError(f"measurements/prediction-{name}.json is missing its part {part}")
+    return render(content[part]) + origin(content[part])
+
+
+def prediction_recall() -> str:
+    """For text and tasks: means over layers, then layer by layer."""
+
+    def render(part: dict[str, Any]) -> str:
+        texts = []
+        for corpus in ("text", "tasks"):
+            tokens = part["results"][corpus]["tokens"]
+            texts.append(f"{tokens:,} tokens of {corpus}, the {part['results']['top_k']} experts of each layer:\n\n")
+            texts.append(prediction.summary_table(part, corpus) + "\n" + prediction.recall_table(part, corpus) + "\n")
+        untrained = prediction.summary_table(part, "untrained")
+        return (
+            "".join(texts) + f"The same model with its weights shuffled, so that it has learned nothing:\n\n{untrained}"
+        )
+
+    return predicted("nano", render, "prediction")
+
+
+def prediction_drift() -> str:
+    def render(part: dict[str, Any]) -> str:
+        return "\n".join(f"On {c}:\n\n{prediction.drift_table(part, c)}" for c in ("text", "tasks"))
+
+    return predicted("nano", render, "prediction")
+
+
+def prediction_policies() -> str:
+    """Every run that is stored: they may differ in policies and items."""
+    others = sorted(path.stem.removeprefix("prediction-") for path in MEASUREMENTS.glob("prediction-nano-*.json"))
+
+    def render(part: dict[str, Any]) -> str:
+        return f"{prediction.policy_table(part)}\n{prediction.traffic_table(part)}"
+
+    return "\n".join(predicted(name, render, "policies") for name in ["nano", *others])
+
+
+def prediction_published() -> str:
+    part = read("published-speculating-experts.json")
+    accuracy = part["accuracy"]
+    rows = [[name, *(percent(value) for value in row)] for name, row in accuracy["rows"].items()]
+    text = table(["published", *(f"{column}, %" for column in accuracy["columns"])], rows)
+    recall = [[name, value] for name, value in part["recall"].items()]
+    return f"{text}\n{table(['published recall', ''], recall)}\n{part['source']}.\n"
+
+
+def prediction_estimator() -> str:
+    """What training took, what it brought to each layer that was held out, and what a large model would take."""
+    part = read("estimator-nano.json")
+    log, large = part["log"], part["large_model"]
+    recall = part["recall"]
+    rows = [[layer, *(percent(found[layer]["recall"]) for found in recall.values())] for layer in recall["estimator"]]
+    weakest = min(recall["quasi-hidden"], key=lambda layer: recall["quasi-hidden"][layer]["recall"])
+    gain = 100 * (recall["estimator"][weakest]["recall"] - recall["quasi-hidden"][weakest]["recall"])
+    text = f"{part['parameters']:,} parameters, trained on {log['tokens']:,} tokens: {figure(log['collect_s'])} s of "
+    text += f"running the model, {figure(log['train_s'])} s of training ({figure(part['train_flop_per_s'] / 1e9)} "
+    text += f"GFLOP/s). The weakest layer, {weakest}, gains {gain:.1f} points.\n\n"
+    text += table(["layer", *(f"{name}, %" for name in recall)], rows)
+    text += f"\nArithmetic for Qwen3-30B-A3B on an H200 at {percent(large['share_of_peak'])} % of its matrix rate: "
+    text += f"{figure(large['parameters'] / 1e6)} M parameters, {figure(large['tokens'] / 1e6)} M tokens gone through "
+    text += f"{large['passes']} times take {figure(large['training_s'])} s of training and "
+    text += f"{figure(large['forward_s'])} s of running the model; with all experts in host memory "
+    text += f"{figure(large['link_s'])} s over the link.\n"
+    return text + origin(part)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -498,6 +579,12 @@ REGIONS: dict[str, Callable[[], str]] = {
     "memory": memory,
     "quantization-error": quantization_error,
     "fuzz": fuzz,
+    "prediction-recall": prediction_recall,
+    "prediction-drift": prediction_drift,
+    "prediction-policies": prediction_policies,
+    "prediction-caches": lambda: predicted("nano", prediction.cache_table, "caches"),
+    "prediction-estimator": prediction_estimator,
+    "prediction-published": prediction_published,
 }
 
 

@@ -6,15 +6,21 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from bench.figures import timeline, tpot_by_hit_rate
+from prediction.figures import accuracy_by_bytes, drift_by_layer, recall_by_layer
 from provenance import ROOT
 
 MEASUREMENTS, PICTURES = ROOT / "docs/measurements", ROOT / "docs/figures"
 FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "tpot-by-hit-rate.svg": ("routing-qwen3-30b-a3b.json", tpot_by_hit_rate),
     "timeline.svg": ("timeline-qwen3-30b-a3b.json", timeline),
+    "recall-nano-text.svg": ("prediction-nano.json", partial(recall_by_layer, corpus="text")),
+    "recall-nano-tasks.svg": ("prediction-nano.json", partial(recall_by_layer, corpus="tasks")),
+    "drift-nano-text.svg": ("prediction-nano.json", partial(drift_by_layer, corpus="text")),
+    "accuracy-nano.svg": ("prediction-nano.json", accuracy_by_bytes),
 }
 
 
