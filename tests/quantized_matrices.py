@@ -19,6 +19,11 @@ FORMATS = [
 CODE_SIZES = {"mxfp4": 2.5, "int4": 4.6, "int8": 73.0, "fp8": 100.0}
 
 
+def format_name(form: WeightFormat) -> str:
+    """Of a test's parameter."""
+    return f"{form.name}-{form.group}-{str(form.scale_dtype)[6:]}{'-zeros' * form.has_zeros}"
+
+
 def random_matrix(
     form: WeightFormat, slots: int, rows: int, columns: int, size: float = 0.1, seed: int = 0, device: str = "cpu"
 ) -> QuantizedMatrix:

@@ -20,8 +20,10 @@ from tritonmoe.architectures import parse_config
 from tritonmoe.copy_engine import Priority
 from tritonmoe.counters import Counters
 from tritonmoe.errors import InputError
+from tritonmoe.expert_store import ExpertStore
 from tritonmoe.model import Decoder
 from tritonmoe.policy import PRESETS
+from tritonmoe.weights import ModelWeights
 
 CPU = torch.device("cpu")
 CONFIG = {**TINY_CONFIG, "num_hidden_layers": 3, "num_experts": 8}
@@ -130,8 +132,11 @@ def test_rows_not_begun_in_time(config_file: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_no_resident_times_where_the_experts_do_not_fit(config_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: Any) -> None:
-        raise InputError("out of memory: the weights")
+    def refuse(*arguments: Any) -> ModelWeights:
+        """Those of all experts; beside a store, which is the last argument, the others fit."""
+        if not isinstance(arguments[-1], ExpertStore):
+            raise InputError("out of memory: the weights")
+        return random_weights(*arguments)
 
     monkeypatch.setattr(bench_offload, "random_weights", refuse)
     row = run(config_file, "--cases", "on-demand:minimum", "--context", 3)["rows"][0]

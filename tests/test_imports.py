@@ -21,7 +21,7 @@ LAYERS = (
     ("matrices", "pinned_memory", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
     ("operations", "weights"),
-    ("expert_store", "default_vectors"),
+    ("expert_store", "default_vectors", "targets"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
     ("model", "generation", "predictors"),
     ("device_scheduler",),

@@ -30,6 +30,7 @@ from tritonmoe_kernels.linear import linear  # noqa: E402
 from tritonmoe_kernels.norm_router import Routing, add_rms_norm, norm_router, route_topk  # noqa: E402
 from tritonmoe_kernels.plan import plan_demand, plan_prefetch  # noqa: E402
 from tritonmoe_kernels.planner_state import PlannerState  # noqa: E402
+from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, WeightFormat  # noqa: E402
 from tritonmoe_kernels.recall import count_recall  # noqa: E402
 from tritonmoe_kernels.rope_qk import rope_qk  # noqa: E402
 from tritonmoe_kernels.sort_tokens import sort_tokens  # noqa: E402
@@ -93,10 +94,20 @@ def attention(tokens: int, heads: int, kv_heads: int, size: int, window: int | N
         attention_prefill(q, cache, cache, positions, 0.1, window, sinks)
 
 
-def experts(tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype) -> None:
-    slots = torch.zeros(tokens, top_k, dtype=torch.int32)
-    gate_up, down = torch.ones(2, 2 * size, hidden, dtype=dtype), torch.ones(2, hidden, size, dtype=dtype)
-    biases = (gate_up[..., 0].contiguous(), down[..., 0].contiguous()) if kind == "swiglu_clamped" else (None, None)
+def quantized(form: WeightFormat, *shape: int) -> QuantizedMatrix:
+    parts = {
+        name: torch.zeros(*shape[:-2], *part_shape, dtype=dtype)
+        for name, (part_shape, dtype) in form.shapes(*shape[-2:]).items()
+    }
+    return QuantizedMatrix(form, **parts)
+
+
+def experts(
+    tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype, form: WeightFormat | None = None
+) -> None:
+    slots, shapes = torch.zeros(tokens, top_k, dtype=torch.int32), ((2, 2 * size, hidden), (2, hidden, size))
+    gate_up, down = (quantized(form, *s) if form else torch.ones(s, dtype=dtype) for s in shapes)
+    biases = tuple(torch.ones(s[:2], dtype=dtype) if kind == "swiglu_clamped" else None for s in shapes)
     out = expert_gemm(torch.ones(tokens, hidden, dtype=dtype), slots, gate_up, down, *biases, kind, 7.0, 1.702)
     combine(out, torch.ones(tokens, top_k))
 
@@ -116,9 +127,9 @@ def recall(tokens: int, top_k: int, candidates: int) -> None:
     count_recall(foretold, ids, ids.float(), torch.zeros(5, dtype=torch.int64))
 
 
-def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype) -> None:
-    weight = torch.ones(units, hidden, dtype=dtype)
-    bias, norm_weight = (None, torch.ones(hidden)) if has_norm else (weight[:, 0].contiguous(), None)
+def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype, form: WeightFormat | None = None) -> None:
+    weight = quantized(form, units, hidden) if form else torch.ones(units, hidden, dtype=dtype)
+    bias, norm_weight = (None, torch.ones(hidden)) if has_norm else (torch.ones(units, dtype=dtype), None)
     linear(torch.ones(1, hidden, dtype=dtype), weight, bias, norm_weight, 1e-6)
 
 
@@ -159,6 +170,25 @@ DECODE: dict[str, Case] = {
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
     "fetch-demand": lambda _: fetching(False),
     "fetch-speculative": lambda _: fetching(True),
+}
+INT4 = WeightFormat("int4", 128, scale_dtype=torch.float16, has_zeros=True)
+INT8 = WeightFormat("int8", 32, scale_dtype=torch.bfloat16)
+FP8 = WeightFormat("fp8", 128, 128, scale_dtype=torch.float32)
+QUANTIZED: dict[str, Case] = {
+    "experts-qwen3-mxfp4": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, MXFP4),
+    "experts-gpt_oss-mxfp4": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype, MXFP4),
+    "experts-qwen3-int4": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, INT4),
+    "experts-qwen3-int8": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, INT8),
+    "experts-qwen3-fp8": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, FP8),
+    "linear-qwen3-int8": lambda dtype: dense(5120, 2048, True, dtype, INT8),
+    "linear-qwen3-fp8": lambda dtype: dense(2048, 4096, False, dtype, FP8),
+}
+QUANTIZED_PREFILL: dict[str, Case] = {
+    "experts-qwen3-mxfp4": lambda dtype: experts(300, 8, 2048, 768, "silu", dtype, MXFP4),
+    "experts-gpt_oss-mxfp4": lambda dtype: experts(4096, 4, 2880, 2880, "swiglu_clamped", dtype, MXFP4),
+    "experts-qwen3-int4": lambda dtype: experts(4096, 8, 2048, 768, "silu", dtype, INT4),
+    "experts-qwen3-int8": lambda dtype: experts(4096, 8, 2048, 768, "silu", dtype, INT8),
+    "experts-qwen3-fp8": lambda dtype: experts(4096, 8, 2048, 768, "silu", dtype, FP8),
 }
 PREFILL: dict[str, Case] = {
     "add_rms_norm": lambda dtype: add_rms_norm(
@@ -232,13 +262,16 @@ def spilled_bytes(kernel: Any, tmp_path: Path) -> int:
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize(
-    "name", ["linear-qwen3-qkv", "attention-qwen3", "norm_router-qwen3", "experts-qwen3", "plan-qwen3"]
+    "name",
+    ["linear-qwen3-qkv", "attention-qwen3", "norm_router-qwen3", "experts-qwen3", "plan-qwen3", "experts-qwen3-mxfp4"],
 )
 def test_dependent_launches_wait_before_they_write(
     name: str, compile_for: Callable[[str, Case, str], list[Any]]
 ) -> None:
     """Every kernel waits, then releases, and neither stores nor counts before; what may be fetched ahead is."""
-    kernels = {kernel.metadata.name: kernel.asm["ptx"] for kernel in compile_for("sm_90", DECODE[name], "bf16")}
+    kernels = {
+        kernel.metadata.name: kernel.asm["ptx"] for kernel in compile_for("sm_90", (DECODE | QUANTIZED)[name], "bf16")
+    }
     for ptx in kernels.values():
         before, after = ptx.split("griddepcontrol.wait", 1)
         assert "griddepcontrol.launch_dependents" in after
@@ -246,7 +279,7 @@ def test_dependent_launches_wait_before_they_write(
     ahead = {kernel: ptx.split("griddepcontrol.wait", 1)[0] for kernel, ptx in kernels.items()}
     if name == "linear-qwen3-qkv":
         assert ahead["_linear_kernel"].count("ld.global") >= 4
-    if name == "experts-qwen3":
+    if name.startswith("experts"):
         assert "ld.global" not in ahead["_gate_up_decode_kernel"]
         assert "ld.global" in ahead["_down_decode_kernel"]
 
@@ -317,6 +350,55 @@ def test_decode_forms_compile_without_spills(
 ) -> None:
     spills = {k.metadata.name: spilled_bytes(k, tmp_path) for k in compile_for(target, DECODE[name], dtype)}
     assert not any(spills.values()) or (name, target, dtype) in KNOWN_SPILLS, spills
+
+
+def one_format_everywhere() -> list[Any]:
+    """MXFP4 for every GPU, the other formats for one; the rest of the product in the long form."""
+    short = [("experts-qwen3-mxfp4", target, "bf16") for target in TARGETS]
+    short += [(name, "sm_90", "bf16") for name in QUANTIZED]
+    product = [(name, target, dtype) for name in QUANTIZED for target in TARGETS for dtype in DTYPES]
+    rest = (case for case in product if case not in short)
+    return [*dict.fromkeys(short), *(pytest.param(*case, marks=pytest.mark.long) for case in rest)]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(("name", "target", "dtype"), one_format_everywhere())
+def test_quantized_decode_forms_compile_without_spills(
+    name: str, target: str, dtype: str, compile_for: Callable[[str, Case, str], list[Any]], tmp_path: Path
+) -> None:
+    """Codes come 16 bytes a thread (on AMD too, where the assembler's code has another name for it)."""
+    kernels = [k for k in compile_for(target, QUANTIZED[name], dtype) if "combine" not in k.metadata.name]
+    assert not any(spilled_bytes(kernel, tmp_path) for kernel in kernels)
+    for kernel in kernels:
+        if "ptx" in kernel.asm:
+            streamed = r"ld\.global\S*evict_first\S*" if name.startswith("experts") else r"ld\.global\S*"
+            assert re.search(rf"{streamed}\.v4\.b32", kernel.asm["ptx"])
+            assert not re.search(rf"{streamed}\.v2\.b32", kernel.asm["ptx"])
+        else:
+            assert "global_load_dwordx4" in kernel.asm["amdgcn"]
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_slots_of_quantized_records_are_addressed_in_64_bits(
+    compile_for: Callable[[str, Case, str], list[Any]],
+) -> None:
+    """Each part's stride is multiplied by the slot in 64 bits: codes and scales of gate_up, and of down."""
+    for kernel in compile_for("sm_90", QUANTIZED["experts-gpt_oss-mxfp4"], "bf16")[:2]:
+        products = re.findall(r"arith\.muli %slot\S*, %\S+ : (i\d+)", kernel.asm["ttir"])
+        assert len(products) >= 2
+        assert set(products) == {"i64"}
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [*((name, "sm_90") for name in QUANTIZED_PREFILL), ("experts-qwen3-mxfp4", "gfx942")]
+    + [pytest.param(name, "sm_80", marks=pytest.mark.long) for name in QUANTIZED_PREFILL],
+)
+def test_quantized_prefill_forms_compile(
+    name: str, target: str, compile_for: Callable[[str, Case, str], list[Any]]
+) -> None:
+    compile_for(target, QUANTIZED_PREFILL[name], "bf16")
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, assert_close, generator, poisoned, randn
+from quantized_matrices import FORMATS, format_name, random_matrix
 
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 from tritonmoe_kernels.references import combine_ref, expert_gemm_ref
 
 pytestmark = KERNEL_MARKS
@@ -16,11 +18,13 @@ pytestmark = KERNEL_MARKS
 SILU = {"kind": "silu"}
 CLAMPED = {"kind": "swiglu_clamped", "limit": 0.7, "alpha": 1.702}
 FORMS = ["decode", "prefill"]
+# Interpreted, a form of quantised weights is tried in one dtype: weights are float32 in the first, x's in the second.
+FORM_DTYPES = {"decode": torch.float32, "prefill": torch.float16}
 
 
 class Experts(NamedTuple):
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: Matrix
+    down: Matrix
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -34,6 +38,13 @@ def make_experts(slots: int, hidden: int, size: int, dtype: torch.dtype, biases:
         gate_up_bias, down_bias = randn(slots, 2 * size, dtype=dtype, seed=3), randn(slots, hidden, dtype=dtype, seed=4)
         experts = Experts(*experts[:2], gate_up_bias, down_bias)
     return experts
+
+
+def make_quantized(form: WeightFormat, slots: int, hidden: int, size: int) -> Experts:
+    return Experts(
+        random_matrix(form, slots, 2 * size, hidden, hidden**-0.5, 1, DEVICE),
+        random_matrix(form, slots, hidden, size, size**-0.5, 2, DEVICE),
+    )
 
 
 def random_slots(tokens: int, top_k: int, slots: int) -> torch.Tensor:
@@ -214,6 +225,133 @@ def test_refusals() -> None:
         combine(randn(2, 2, 16), randn(2, 2).half())
     with pytest.raises(ValueError, match="shared has shape"):
         combine(randn(2, 2, 16), randn(2, 2), shared=randn(1, 16))
+
+
+def check_quantized(
+    form: WeightFormat, hidden: int, size: int, slot_ids: torch.Tensor, dtype: torch.dtype, how: str
+) -> torch.Tensor:
+    experts = make_quantized(form, int(slot_ids.max()) + 1, hidden, size)
+    x = randn(len(slot_ids), hidden, dtype=dtype)
+    out = run_poisoned(x, slot_ids, experts, form=how)
+    present = slot_ids >= 0
+    assert out[~present].isnan().all()
+    # Prefill multiplies weights rounded to x's dtype: twice the error, for both roundings are of one size.
+    assert_close(out[present], expert_gemm_ref(x, slot_ids, *experts)[present], 2.0 if how == "prefill" else 1.0)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("how", "dtype"), [(how, dtype) for how in FORMS for dtype in DTYPES if ON_GPU or dtype == FORM_DTYPES[how]]
+)
+@pytest.mark.parametrize("form", FORMATS, ids=format_name)
+def test_quantized_equals_reference(form: WeightFormat, how: str, dtype: torch.dtype) -> None:
+    """Groups that end short, rows that are not whole blocks; an expert that is absent."""
+    slot_ids = torch.tensor([[2, -1], [0, 2]], dtype=torch.int32, device=DEVICE)
+    check_quantized(form, 72, 40, slot_ids, dtype, how)
+
+
+@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[2], FORMATS[4], FORMATS[5]], ids=format_name)
+def test_quantized_rows_that_are_not_whole_words(form: WeightFormat, how: str) -> None:
+    slot_ids = torch.tensor([[1]], dtype=torch.int32, device=DEVICE)
+    check_quantized(form, 38, 18, slot_ids, torch.float32, how)
+
+
+@pytest.mark.parametrize("how", FORMS)
+@pytest.mark.parametrize("form", [FORMATS[0], FORMATS[3]], ids=format_name)
+def test_quantized_slots_are_records_of_a_pool(form: WeightFormat, how: str) -> None:
+    """Other slots, and slots that are parts of records: the same bits."""
+    experts = make_quantized(form, 2, 64, 32)
+    tensors = [part for matrix in experts[:2] for part in matrix[1:] if part is not None]
+    sizes = [-(-part[0].nbytes // 256) * 256 for part in tensors]
+    pool, start = torch.zeros(3, sum(sizes), dtype=torch.uint8, device=DEVICE), 0
+    views = []
+    for part, size in zip(tensors, sizes, strict=True):
+        view = pool[:, start : start + part[0].nbytes].view(part.dtype).unflatten(1, part.shape[1:])
+        view[2], view[0] = part[0], part[1]
+        views.append(view)
+        start += size
+    half = len(views) // 2
+    stored = [QuantizedMatrix(form, *views[:half]), QuantizedMatrix(form, *views[half:])]
+    x, slot_ids = randn(2, 64), torch.tensor([[0], [1]], dtype=torch.int32, device=DEVICE)
+    first = run_poisoned(x, slot_ids, experts, form=how)
+    assert first.equal(run_poisoned(x, torch.where(slot_ids == 0, 2, 0).int(), Experts(*stored), form=how))
+
+
+@pytest.mark.parametrize("how", FORMS)
+def test_mxfp4_is_exact_for_every_code_and_scale(how: str) -> None:
+    """Unit 6 is 64 · 1/64, silu of the first being itself; row r of down has scale r there and a code that changes."""
+    gate_up = QuantizedMatrix(
+        MXFP4,
+        torch.zeros(1, 64, 128, dtype=torch.uint8, device=DEVICE),
+        torch.full((1, 64, 8), 127, dtype=torch.uint8, device=DEVICE),
+    )
+    gate_up.codes[0, 6, 0], gate_up.scales[0, 6] = 6, 127 + 4
+    gate_up.codes[0, 32 + 6, 0], gate_up.scales[0, 32 + 6] = 1, 127 - 5
+    scales = torch.arange(256, device=DEVICE).clamp(max=254)
+    codes = torch.zeros(1, 256, 16, dtype=torch.uint8, device=DEVICE)
+    codes[0, :, 3] = (torch.arange(256, device=DEVICE) * 5 % 16).to(torch.uint8)
+    down = QuantizedMatrix(MXFP4, codes, scales.to(torch.uint8).view(1, 256, 1))
+    x = torch.zeros(1, 256, device=DEVICE)
+    x[0, 0] = 1.0
+    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    out = expert_gemm(x, slot_ids, gate_up, down, form=how)
+    assert torch.equal(out.view(-1), dequantize(down)[0, :, 6])
+
+
+def test_a_scale_that_is_not_a_number_is_not_hidden() -> None:
+    experts = make_quantized(MXFP4, 1, 64, 32)
+    assert isinstance(experts.down, QuantizedMatrix)
+    experts.down.scales[0, 5, 0] = 255
+    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    for how in FORMS:
+        out = expert_gemm(randn(1, 64), slot_ids, *experts, form=how)
+        assert out.isnan().nonzero().tolist() == [[0, 0, 5]]
+
+
+def test_quantized_refusals() -> None:
+    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    gate_up, down = random_matrix(MXFP4, 2, 64, 64, device=DEVICE), random_matrix(MXFP4, 2, 64, 32, device=DEVICE)
+    has_zeros = random_matrix(FORMATS[2], 2, 64, 64, device=DEVICE)
+    narrow = WeightFormat("int4", 8, scale_dtype=torch.float32)
+    for first, second, message in [
+        (gate_up, random_matrix(FORMATS[4], 2, 64, 32, device=DEVICE), "one format"),
+        (random_matrix(narrow, 2, 64, 64, device=DEVICE), down, "groups of 8 columns"),
+        (QuantizedMatrix(*has_zeros[:3]), down, "gate_up has no zeros"),
+        (gate_up, gate_up, "gate_up.codes has shape"),
+        (QuantizedMatrix(MXFP4, gate_up.codes, gate_up.scales.int()), down, "gate_up.scales is torch.int32"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            expert_gemm(randn(1, 64), slot_ids, first, second)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMATS, ids=format_name)
+@pytest.mark.parametrize(("hidden", "size"), [(2048, 768), (2880, 2880), (2816, 704)])
+@pytest.mark.parametrize(("tokens", "how"), [(1, "decode"), (7, "decode"), (300, "prefill")])
+def test_quantized_full_size(
+    hidden: int, size: int, form: WeightFormat, tokens: int, how: str, dtype: torch.dtype
+) -> None:
+    check_quantized(form, hidden, size, random_slots(tokens, 4, 8), dtype, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("how", FORMS)
+def test_last_slot_of_a_large_quantized_pool(how: str) -> None:
+    hidden, size, slots = 2880, 2880, 700
+    small = make_quantized(MXFP4, 1, hidden, size)
+    codes = [torch.empty(slots, *matrix.codes.shape[1:], dtype=torch.uint8, device=DEVICE) for matrix in small[:2]]
+    assert sum(part.nbytes for part in codes) > 2**33
+    stored = []
+    for matrix, pool in zip(small[:2], codes, strict=True):
+        scales = matrix.scales.repeat(slots, 1, 1)
+        pool[-1] = matrix.codes[0]
+        stored.append(QuantizedMatrix(MXFP4, pool, scales))
+    x = randn(2, hidden, dtype=torch.bfloat16)
+    last = torch.full((2, 1), slots - 1, dtype=torch.int32, device=DEVICE)
+    out = run_poisoned(x, last, Experts(*stored), form=how)
+    assert out.equal(run_poisoned(x, torch.zeros_like(last), small, form=how))
 
 
 @pytest.mark.gpu

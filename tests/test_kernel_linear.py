@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_testing import DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
+from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
+from quantized_matrices import FORMATS, format_name, random_matrix
 
 from tritonmoe_kernels.linear import linear
+from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat
 from tritonmoe_kernels.references import linear_ref
 
 pytestmark = KERNEL_MARKS
@@ -42,6 +44,31 @@ def test_weight_plus_one() -> None:
         linear(x, weight, None, norm_weight, 1e-5, weight_plus_one=True),
         linear(x, weight, None, norm_weight + 1, 1e-5),
     )
+
+
+def quantized_weight(form: WeightFormat, units: int, hidden: int) -> QuantizedMatrix:
+    matrix = random_matrix(form, 1, units, hidden, hidden**-0.5, 1, DEVICE)
+    return QuantizedMatrix(form, *(part if part is None else part[0] for part in matrix[1:]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("units", "hidden", "has_norm"), [(7, 34, True), (130, 144, False)])
+@pytest.mark.parametrize("form", FORMATS[4:], ids=format_name)
+def test_quantized(form: WeightFormat, units: int, hidden: int, has_norm: bool, dtype: torch.dtype) -> None:
+    weight, x = quantized_weight(form, units, hidden), randn(2, hidden, dtype=dtype)
+    norm_weight, bias = (1 + randn(hidden, scale=0.2, seed=2), None) if has_norm else (None, randn(units, dtype=dtype))
+    out = linear(x, weight, bias, norm_weight, 1e-6, out=poisoned(2, units, dtype=dtype))
+    assert_close(out, linear_ref(x, weight, bias, norm_weight, 1e-6))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("units", "hidden"), [(5120, 2048), (2048, 4096), (5120, 2880), (201088, 2880)])
+@pytest.mark.parametrize("form", FORMATS[4:], ids=format_name)
+def test_quantized_model_shapes(form: WeightFormat, units: int, hidden: int, dtype: torch.dtype) -> None:
+    weight, x = quantized_weight(form, units, hidden), randn(1, hidden, dtype=dtype)
+    out = linear(x, weight, None, torch.ones(hidden, device=DEVICE), 1e-6, out=poisoned(1, units, dtype=dtype))
+    assert_close(out, linear_ref(x, weight, None, torch.ones(hidden, device=DEVICE), 1e-6))
 
 
 def test_no_tokens() -> None:

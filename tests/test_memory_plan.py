@@ -15,6 +15,7 @@ from tritonmoe.architectures import parse_config
 from tritonmoe.errors import ConfigError, InputError
 from tritonmoe.memory_plan import Budget, MemoryPlan, format_bytes, plan, read_budget, read_slots
 from tritonmoe.policy import PRESETS, minimum_slots, resolve
+from tritonmoe.weights import Storage
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -181,7 +182,7 @@ def test_fewer_slots_than_the_minimum_if_asked_for(slots: int, preset: str) -> N
 def test_the_division_alone_keeps_to_the_minimum() -> None:
     """Fewer slots than the minimum are advice, and it suffices."""
     fixed = QWEN3_WEIGHTS + 2 * QWEN3_KV + QWEN3_WORKSPACE // 2048 + 512 * MIB
-    with pytest.raises(InputError, match=r"use --expert-slots 7, which is slower$"):
+    with pytest.raises(InputError, match=r"use --expert-slots 7, which is slower, or --embedding host$"):
         plan_qwen3(fixed + 7 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND)
     assert plan_qwen3(fixed + 7 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND, expert_slots="7").num_slots == 7
     assert plan_qwen3(fixed + 8 * QWEN3_EXPERT, max_context=2, policy=ON_DEMAND).num_slots == 8
@@ -224,16 +225,16 @@ def test_a_model_without_experts() -> None:
         plan(DENSE, torch.float32, CPU, EXACT, of(GIB), 128)
 
 
-@pytest.mark.parametrize("gib", [2, 5, 7])
+@pytest.mark.parametrize("gib", [2, 5, 7, 7.4])
 @pytest.mark.parametrize("expert_slots", [None, "25%"])
 def test_too_small_is_one_line_whose_every_advice_suffices(gib: int, expert_slots: str | None) -> None:
-    budget = of(gib * GIB, limit=30 * GIB)
+    budget = of(int(gib * GIB), limit=30 * GIB)
     with pytest.raises(InputError) as caught:
         plan_qwen3(0, budget=budget, expert_slots=expert_slots)
     message = str(caught.value)
     assert "\n" not in message
     assert message.startswith("out of memory: ")
-    assert f"and {gib}.00 GiB are given with --gpu-memory; use " in message
+    assert f"and {gib:.2f} GiB are given with --gpu-memory; use " in message
     assert "weights without experts 2.89 GiB" in message
     advice = message.partition("; use ")[2]
     larger = re.search(r"--gpu-memory ([\d.]+)GiB or more", advice)
@@ -242,6 +243,8 @@ def test_too_small_is_one_line_whose_every_advice_suffices(gib: int, expert_slot
     plan_qwen3(enough, expert_slots=expert_slots)
     with pytest.raises(InputError):
         plan_qwen3(enough - 20 * MIB, expert_slots=expert_slots)
+    if "--embedding host" in advice:
+        plan_qwen3(0, budget=budget, expert_slots=expert_slots, storage=Storage(embedding_on_host=True))
     context = re.search(r"--max-context (\d+) or less", advice)
     assert (context is not None) == (expert_slots is None and gib > 3)
     if context is not None:

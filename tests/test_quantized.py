@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from quantized_matrices import FORMATS, random_matrix
+from quantized_matrices import FORMATS, format_name, random_matrix
 
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, WeightFormat, dequantize
@@ -48,7 +48,7 @@ def test_eight_bits_are_worth_what_they_say() -> None:
     assert values.tolist() == [[[2.0, 896.0, -2.0]] * 2 + [[8.0, 3584.0, -8.0]]]
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=format_name)
 def test_slots_are_dequantised_alone(form: WeightFormat) -> None:
     matrix = random_matrix(form, 3, 130, 66)
     values = dequantize(matrix)
@@ -58,7 +58,7 @@ def test_slots_are_dequantised_alone(form: WeightFormat) -> None:
     assert torch.equal(dequantize(matrix, torch.bfloat16), values.bfloat16())
 
 
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", FORMATS, ids=format_name)
 def test_references_multiply_what_the_codes_are_worth(form: WeightFormat) -> None:
     gate_up, down = random_matrix(form, 3, 16, 36), random_matrix(form, 3, 36, 8)
     x, slot_ids = torch.randn(2, 36), torch.tensor([[2, -1], [0, 2]])

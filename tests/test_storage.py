@@ -160,7 +160,7 @@ def test_main_memory_decides_as_well() -> None:
     assert "bfloat16 too large for main memory (58.0 GB where 32.2 are free), int8 71.2 %" in reason
     with pytest.raises(InputError, match=r"^out of memory: experts in no form fit the 5.4 GB of free main memory$"):
         choose(candidates, torch.bfloat16, divide, 5 * GIB)
-    with pytest.raises(InputError, match=r"^out of memory: .*use --max-context"):
+    with pytest.raises(InputError, match=r"^out of memory: .*; use --embedding host, or --max-context"):
         choose(candidates, torch.bfloat16, lambda storage: divide(storage, 4), 100 * GIB)
 
 

@@ -167,6 +167,16 @@ def test_with_the_engine(tmp_path: Path, pristine_folder: Path) -> None:
     assert sum(run.wait_s for run in trace.runs) > 0
 
 
+def test_records_of_fewer_bits_have_their_own_size(tmp_path: Path, pristine_folder: Path) -> None:
+    """For experts in slots and for resident ones, of which a trace says what they would cost to fetch."""
+    for placement in (Placement("on-demand", expert_slots="3", expert_dtype="int8"), Placement(expert_dtype="int8")):
+        engine = Engine.from_pretrained(pristine_folder, device="cpu", placement=placement)
+        with TraceRecorder(tmp_path / "t.npz").attach(engine.decoder):
+            engine.generate("Hello", SamplingParams(max_new_tokens=2))
+        # H 32, I 16: 1,024 and 512 bytes of codes, each with two bytes of scale a row, which fill up to 256.
+        assert read_trace(tmp_path / "t.npz").header.record_bytes == 1024 + 256 + 512 + 256
+
+
 def test_only_whole_steps_of_an_interrupted_run(tmp_path: Path) -> None:
     spec = make_spec("qwen3")
     decoder = Decoder(spec, noise(spec))

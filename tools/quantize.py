@@ -34,12 +34,13 @@ from tritonmoe.checkpoint import DTYPES, INDEX_NAME, TensorEntry, TensorReader
 from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.hub import resolve_model
-from tritonmoe.loading import Order, Target, open_source
+from tritonmoe.loading import open_source
 from tritonmoe.matrices import empty_matrix
 from tritonmoe.placement import DEFAULT_VECTORS
 from tritonmoe.published_formats import LEAST_GROUP, PublishedFormat
 from tritonmoe.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.spec import ModelSpec
+from tritonmoe.targets import Order, Target
 from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat
 
 SHARD_BYTES = 5 << 30

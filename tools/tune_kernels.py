@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from bench.kernel_cases import DEVICE, Case, decode_attention, experts, prefill_attention
+from bench.kernel_cases import DEVICE, FORMATS, Case, decode_attention, experts, prefill_attention, projection
 from bench.random_weights import random_weights
 from bench_kernels import replay_times
 from provenance import ROOT
@@ -39,13 +39,18 @@ STEP_LAYERS = 4
 
 @dataclass(frozen=True)
 class Tuned:
-    """One row to find: `shape` and `tokens` are its keys; `build` makes what is timed."""
+    """One row to find: `shape`, `tokens` and `form` are its keys; `build` makes what is timed."""
 
     kernel: str
     shape: tuple[int, ...] | None
     tokens: int | None
     build: Callable[[torch.dtype], Case]
     candidates: Callable[[], Iterator[dict[str, Any]]]
+    form: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.kernel} {self.form}" if self.form else self.kernel
 
 
 def row_candidates(columns: int, most: int = 256) -> Iterator[dict[str, Any]]:
@@ -54,6 +59,24 @@ def row_candidates(columns: int, most: int = 256) -> Iterator[dict[str, Any]]:
     for block_n, block_k, num_warps in itertools.product((1, 2, 4, 8, 16), (512, 1024, 2048, 4096), (1, 2, 4, 8)):
         if block_k <= whole and 16 <= block_n * block_k // (32 * num_warps) <= most:
             yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps}
+
+
+def quantized_row_candidates(columns: int, most: int, chunk: int) -> Iterator[dict[str, Any]]:
+    """Decode forms of quantised weights: `chunk` columns a thread at a time, of 2 to 16 rows or `most` weights."""
+    whole = 1 << (columns - 1).bit_length()
+    for block_n, block_k, num_warps in itertools.product((2, 4, 8, 16, 32), (256, 512, 1024, 2048, 4096), (1, 2, 4)):
+        if block_k <= whole and 2 * chunk <= block_n * block_k // (32 * num_warps) <= most:
+            yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps}
+
+
+def quantized_prefill_candidates() -> Iterator[dict[str, Any]]:
+    for block_m, n_gate, n_down, warps, stages, block_k in itertools.product(
+        (64, 128), (64, 128), (64, 128, 256), (4, 8), (2, 3), (64, 128)
+    ):
+        if block_m * n_down > 64 * 256 or (block_k == 128 and stages == 3):
+            continue
+        tile = {"block_k": block_k, "num_warps": warps, "num_stages": stages}
+        yield {"block_m": block_m, "gate_up": {"block_n": n_gate, **tile}, "down": {"block_n": n_down, **tile}}
 
 
 def attention_candidates() -> Iterator[dict[str, Any]]:
@@ -108,6 +131,40 @@ def prefill_experts(tokens: int, top_k: int, num: int, hidden: int, size: int, k
     return Tuned("expert_prefill", (2 * size, hidden), tokens, build, prefill_candidates)
 
 
+def quantized(name: str, top_k: int, num: int, hidden: int, size: int, kind: str) -> list[Tuned]:
+    """The rows of one format for a model's experts, each timed with the products alone."""
+    form = FORMATS[name]
+    shape = (top_k, num, hidden, size, kind)
+    chunk = 128 // form.bits
+
+    def decode(dtype: torch.dtype) -> Case:
+        return experts(1, *shape, dtype, "gemm", form)
+
+    def prefill(dtype: torch.dtype) -> Case:
+        return experts(4096, *shape, dtype, "gemm", form)
+
+    def gate_rows() -> Iterator[dict[str, Any]]:
+        return quantized_row_candidates(hidden, 8 * chunk, chunk)
+
+    def down_rows() -> Iterator[dict[str, Any]]:
+        return quantized_row_candidates(size, 16 * chunk, chunk)
+
+    return [
+        Tuned("expert_gate_up_decode", (size, hidden), 1, decode, gate_rows, form.name),
+        Tuned("expert_down_decode", (hidden, size), 1, decode, down_rows, form.name),
+        Tuned("expert_prefill", (2 * size, hidden), 4096, prefill, quantized_prefill_candidates, form.name),
+    ]
+
+
+def quantized_dense(name: str, units: int, hidden: int, norm: bool) -> Tuned:
+    form = FORMATS[name]
+
+    def build(dtype: torch.dtype) -> Case:
+        return projection(units, hidden, norm, dtype, form=form)
+
+    return Tuned("linear", (units, hidden), 1, build, lambda: quantized_row_candidates(hidden, 256, 16), form.name)
+
+
 QWEN3, GPT_OSS = "qwen3-30b-a3b.json", "gpt-oss-20b.json"
 TUNED = [
     dense(QWEN3, 5120, 2048),
@@ -130,13 +187,16 @@ TUNED = [
     prefill_experts(4096, 8, 128, 2048, 768, "silu"),
     prefill_experts(512, 4, 32, 2880, 2880, "swiglu_clamped"),
     prefill_experts(4096, 4, 32, 2880, 2880, "swiglu_clamped"),
+    *(row for name in ("mxfp4", "int4", "int8", "fp8") for row in quantized(name, 8, 128, 2048, 768, "silu")),
+    *(row for name in ("mxfp4", "int4") for row in quantized(name, 4, 32, 2880, 2880, "swiglu_clamped")),
+    *(quantized_dense(name, *s) for name in ("int8", "fp8") for s in ((5120, 2048, True), (2048, 4096, False))),
 ]  # fmt: skip
 
 
 def select(item: Tuned, config: dict[str, Any]) -> None:
     """Make the item's kernel launch with `config`, at its shape, whatever the table says."""
     keys = {"architecture": None, "bits": None, "tokens": item.tokens}
-    forced = {"kernel": item.kernel, "shape": item.shape, "config": config, **keys}
+    forced = {"kernel": item.kernel, "format": item.form, "shape": item.shape, "config": config, **keys}
     launch_table.rows = lambda: [forced, *json.loads(TABLE.read_text())]
     launch_table._find.cache_clear()
 
@@ -178,9 +238,9 @@ def tune(item: Tuned, failed: set[int], dtype: torch.dtype) -> list[tuple[float,
 
 def store(rows: list[dict[str, Any]]) -> None:
     """Put the rows first, in place of older ones with the same keys."""
-    keys = ("kernel", "architecture", "bits", "shape", "tokens")
-    new = {tuple(map(str, (row[key] for key in keys))) for row in rows}
-    kept = [row for row in json.loads(TABLE.read_text()) if tuple(str(row[key]) for key in keys) not in new]
+    keys = ("kernel", "architecture", "bits", "format", "shape", "tokens")
+    new = {tuple(str(row.get(key)) for key in keys) for row in rows}
+    kept = [row for row in json.loads(TABLE.read_text()) if tuple(str(row.get(key)) for key in keys) not in new]
     lines = ",\n".join(" " + json.dumps(row) for row in [*rows, *kept])
     TABLE.write_text(f"[\n{lines}\n]\n")
 
@@ -192,7 +252,7 @@ def main() -> int:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    chosen = [i for i, item in enumerate(TUNED) if options.only in item.kernel]
+    chosen = [i for i, item in enumerate(TUNED) if options.only in item.name]
     dtype = getattr(torch, options.dtype)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with multiprocessing.get_context("spawn").Pool(PROCESSES) as pool:
@@ -201,7 +261,7 @@ def main() -> int:
     for i in chosen:
         item = TUNED[i]
         found = tune(item, {j for k, j in failed if k == i}, dtype)
-        print(f"{item.kernel} {item.shape} {item.tokens}: {len(found)} of {len(list(item.candidates()))} run")
+        print(f"{item.name} {item.shape} {item.tokens}: {len(found)} of {len(list(item.candidates()))} run")
         for seconds, config in [*found[:5], found[-1]]:
             print(f"  {seconds * 1e6:9.2f} us  {config}", flush=True)
         rows.append(
@@ -209,6 +269,7 @@ def main() -> int:
                 "kernel": item.kernel,
                 "architecture": launch_table.architecture(torch.device("cuda")),
                 "bits": 8 * dtype.itemsize,
+                **({"format": item.form} if item.form else {}),
                 "shape": None if item.shape is None else list(item.shape),
                 "tokens": item.tokens,
                 "config": found[0][1],

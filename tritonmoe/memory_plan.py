@@ -229,10 +229,16 @@ class _Division:
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]
 
+    def _table_bytes(self) -> int:
+        return self._spec.vocab_size * self._spec.hidden_size * self._dtype.itemsize
+
     def _embedding_bytes(self) -> int:
         """In main memory."""
-        table = self._spec.vocab_size * self._spec.hidden_size * self._dtype.itemsize
-        return table if self._storage.embedding_on_host else 0
+        return self._table_bytes() if self._storage.embedding_on_host else 0
+
+    def _may_move_embedding(self) -> bool:
+        is_free = not self._spec.tied_head or self._storage.dense is not None
+        return self._device.type == "cuda" and is_free and not self._storage.embedding_on_host
 
     def _kv_bytes(self, context: int) -> int:
         return self._batch * context * kv_bytes_per_token(self._spec, self._dtype)
@@ -282,6 +288,8 @@ class _Division:
         found = list(remedies)
         if needed <= limit_bytes:
             found.append(f"--gpu-memory {_rounded_up(needed)} or more")
+        if self._may_move_embedding() and needed - self._table_bytes() <= num_bytes:
+            found.append("--embedding host")
         context = self._largest_context(num_bytes - experts[1])
         if context >= MIN_CONTEXT:
             found.append(f"--max-context {context} or less")

@@ -305,11 +305,12 @@ def expert_gemm(
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
     x [T, H]; slot_ids [T, K] int32, -1 where absent; gate_up [S, 2I, H] (gate rows, then up rows); down [S, H, I];
-    biases [S, 2I] and [S, H]. Slots may be any stride apart (records of a pool; a multiple of 16 elements keeps loads
-    wide), each matrix is contiguous. Both matrices may be quantised, in one format. `out` [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be
-    passed in. `num_experts` as in `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
-    `part` "gate_up" (which returns `hidden`) or "down" runs that half alone of the decode form: experts that arrive
-    late are put through gate_up when they are there, and then all through down. As down reads ids and weights early
+    biases [S, 2I] and [S, H]. Both matrices may be quantised, in one format. Slots may be any stride apart (records of
+    a pool; a multiple of 16 elements, of 64 bytes of codes, keeps loads wide), each matrix is contiguous. `out`
+    [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be passed in. `num_experts` as in
+    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `part` "gate_up" (which returns
+    `hidden`) or "down" runs that half alone of the decode form: experts that arrive late are put through gate_up when
+    they are there, and then all through down. As down reads ids and weights early
     (dependent_launch.py), both must have been written before the launch in front of it, which gate_up is.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)

@@ -101,8 +101,8 @@ def linear(
 ) -> torch.Tensor:
     """x [T, H], normed first where `norm_weight` [H] is given, times weight [N, H] transposed, plus bias [N]: [T, N].
 
-    T <= 16. x, weight and bias share a dtype, or weight is quantised, its parts without an axis of slots; `out` may have
-    another one (float32 logits are not rounded on the way).
+    T <= 16. x, weight and bias share a dtype, or weight is quantised, its parts without an axis of slots; `out` may
+    have another one (float32 logits are not rounded on the way).
     """
     units, hidden = weight.shape
     check_tensor("x", x, (None, hidden), FLOATS, x.device)

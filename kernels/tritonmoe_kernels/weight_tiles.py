@@ -37,7 +37,7 @@ INTEGER_UNIT = tl.constexpr(2.0**74)
 
 
 class Parts(NamedTuple):
-    """A matrix as kernels take it: `codes` are words of 32 bits, or bytes where rows are not whole words, or weights."""
+    """A matrix as kernels take it; `codes` are words of 32 bits, bytes where rows are not whole ones, or weights."""
 
     codes: Any
     scales: Any
@@ -58,10 +58,10 @@ class Strides(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What of a format is compiled in: `values` in a word, and columns in a `chunk`, which has one scale; 1 if plain."""
+    """What of a format is compiled in: codes `per_word`, columns in a `chunk`, which has one scale; 1 if plain."""
 
     name: str | None
-    values: int
+    per_word: int
     chunk: int
     group: int
     group_rows: int
@@ -133,21 +133,21 @@ def _words(
     EVICT: tl.constexpr,
 ):  # fmt: skip
     """Words [words of a chunk, rows, chunks] of a step, little endian."""
-    WORDS: tl.constexpr = BLOCK_K // LAYOUT.values
-    words = start // LAYOUT.values + tl.arange(0, WORDS)
-    if COLUMNS % LAYOUT.values == 0:
-        STORED: tl.constexpr = COLUMNS // LAYOUT.values
+    WORDS: tl.constexpr = BLOCK_K // LAYOUT.per_word
+    words = start // LAYOUT.per_word + tl.arange(0, WORDS)
+    if COLUMNS % LAYOUT.per_word == 0:
+        STORED: tl.constexpr = COLUMNS // LAYOUT.per_word
         pointers = codes_ptr + first.to(tl.int64) * STORED + (rows[:, None] * STORED + words[None, :])
         tile = load_columns(pointers, words[None, :], STORED, WORDS, EVICT).to(tl.uint32, bitcast=True)
     else:
-        ROW_BYTES: tl.constexpr = COLUMNS * 4 // LAYOUT.values
+        ROW_BYTES: tl.constexpr = COLUMNS * 4 // LAYOUT.per_word
         tile = tl.zeros([rows.shape[0], WORDS], dtype=tl.uint32)
         for i in tl.static_range(4):
             column = words[None, :] * 4 + i
             pointers = codes_ptr + first.to(tl.int64) * ROW_BYTES + (rows[:, None] * ROW_BYTES + column)
             byte = tl.load(pointers, mask=column < ROW_BYTES, other=0)
             tile |= byte.to(tl.uint32) << (8 * i)
-    words_of_chunk: tl.constexpr = LAYOUT.chunk // LAYOUT.values
+    words_of_chunk: tl.constexpr = LAYOUT.chunk // LAYOUT.per_word
     return tl.permute(tile.reshape(rows.shape[0], WORDS // words_of_chunk, words_of_chunk), (2, 0, 1))
 
 
@@ -175,8 +175,9 @@ def fetch_weights(
 ):  # fmt: skip
     """Columns start … start + BLOCK_K of a slot's rows first + rows: the only place where weights are fetched.
 
-    A tuple: the tile [rows, BLOCK_K], or words [words of a chunk, rows, chunks], scales and zeros [rows, chunks]. What is added to the
-    address of row `first` is known but for the thread, so that all loads share one address and differ in its offset.
+    A tuple: the tile [rows, BLOCK_K], or words [words of a chunk, rows, chunks], scales and zeros [rows, chunks]. What
+    is added to the address of row `first` is known but for the thread, so all loads share one address and differ in
+    its offset.
     """
     codes_ptr = parts.codes + slot * strides.codes
     if LAYOUT.name is None:
@@ -224,7 +225,7 @@ def products(fetched, x, byte, LAYOUT: tl.constexpr):
         result = fetched[0].to(tl.float32) * x[None, :]
     else:
         words = fetched[0][:, None, :, :]
-        values: tl.constexpr = LAYOUT.values
+        values: tl.constexpr = LAYOUT.per_word
         place = tl.arange(0, values)[None, :, None, None].to(tl.uint32)
         if LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
             tile = _small_float(words, place, byte.to(tl.uint32), LAYOUT)
@@ -251,20 +252,22 @@ def spread_out(fetched, byte, LAYOUT: tl.constexpr, dtype: tl.constexpr):
     if LAYOUT.name is None:
         tile = fetched[0].to(dtype)
     else:
-        if LAYOUT.values == 8:
+        if LAYOUT.per_word == 8:
             even = tl.join(_pair(fetched, byte, 0, LAYOUT, dtype), _pair(fetched, byte, 2, LAYOUT, dtype))
             odd = tl.join(_pair(fetched, byte, 1, LAYOUT, dtype), _pair(fetched, byte, 3, LAYOUT, dtype))
         else:
             even, odd = _pair(fetched, byte, 0, LAYOUT, dtype), _pair(fetched, byte, 1, LAYOUT, dtype)
-        tile = tl.join(even, odd).reshape(even.shape[0], even.shape[1] * LAYOUT.values)
+        tile = tl.join(even, odd).reshape(even.shape[0], even.shape[1] * LAYOUT.per_word)
     return tile
 
 
 @triton.jit
 def _pair(fetched, byte, place: tl.constexpr, LAYOUT: tl.constexpr, dtype: tl.constexpr):
     """The weights at one place of each word and half a word on: [rows, words, 2]."""
-    HALF: tl.constexpr = LAYOUT.values // 2
-    return tl.join(_weight(fetched, byte, place, LAYOUT).to(dtype), _weight(fetched, byte, place + HALF, LAYOUT).to(dtype))
+    HALF: tl.constexpr = LAYOUT.per_word // 2
+    return tl.join(
+        _weight(fetched, byte, place, LAYOUT).to(dtype), _weight(fetched, byte, place + HALF, LAYOUT).to(dtype)
+    )
 
 
 @triton.jit
@@ -274,7 +277,7 @@ def _weight(fetched, byte, place: tl.constexpr, LAYOUT: tl.constexpr):
     if LAYOUT.name == "mxfp4" or LAYOUT.name == "fp8":
         value = _small_float(words, place, byte.to(tl.uint32), LAYOUT) * _small_float_unit(LAYOUT)
     else:
-        BITS: tl.constexpr = 32 // LAYOUT.values
+        BITS: tl.constexpr = 32 // LAYOUT.per_word
         value = ((_unsigned(words, LAYOUT) >> (BITS * place)) & ((1 << BITS) - 1)).to(tl.float32)
         value -= _zero(fetched, LAYOUT)
     return value * _scale(fetched[1], LAYOUT)
@@ -288,8 +291,8 @@ def _small_float(words, place, byte, LAYOUT: tl.constexpr):
     float16 has the end of its exponent and the beginning of its mantissa. Codes in the low byte of a half are put
     together there and go up multiplied by `byte`, 256.
     """
-    HALF: tl.constexpr = LAYOUT.values // 2
-    if LAYOUT.values == 8:
+    HALF: tl.constexpr = LAYOUT.per_word // 2
+    if LAYOUT.per_word == 8:
         is_high_nibble = place % 2 == 1
         signs = tl.where(is_high_nibble, words, words << 4)
         rest = tl.where(is_high_nibble, words >> 3, words << 1)
@@ -316,7 +319,7 @@ def _integer_in_place(words, place, LAYOUT: tl.constexpr):
     That holds up to bit 23, where the numbers of exponent 1 continue the subnormal ones. Higher codes are shifted down
     by 24 first. `x` is below 2^53, so that 2^75 times it is finite.
     """
-    BITS: tl.constexpr = 32 // LAYOUT.values
+    BITS: tl.constexpr = 32 // LAYOUT.per_word
     LOW_VALUES: tl.constexpr = 24 // BITS
     words = _unsigned(words, LAYOUT)
     mask = ((1 << BITS) - 1) << (BITS * (place % LOW_VALUES))

@@ -14,9 +14,9 @@ from bench.measure import synchronize
 from tritonmoe.checkpoint import TensorEntry
 from tritonmoe.errors import InputError
 from tritonmoe.kv_cache import kv_bytes_per_token
-from tritonmoe.loading import IN_ORDER, Order, _targets
 from tritonmoe.memory import require_memory
 from tritonmoe.model import Decoder
+from tritonmoe.targets import IN_ORDER, Order, make_targets
 from tritonmoe.tensor_names import canonical_name
 from tritonmoe.weights import iter_tensors
 from tritonmoe_kernels.quantized import Matrix
@@ -65,7 +65,7 @@ def _state(model: nn.Module, decoder: Decoder) -> dict[str, torch.Tensor]:
         canonical_name(name): TensorEntry(name, Path(), tensor.dtype, tuple(tensor.shape), 0, tensor.nbytes)
         for name, tensor in theirs.items()
     }
-    targets = _targets(decoder.spec, decoder.weights, found)
+    targets = make_targets(decoder.spec, decoder.weights, found)
     views = {name: _on_disk(target.memory, target.order) for name, target in targets.items()}
     views.setdefault("lm_head.weight", _on_disk(decoder.weights.head))
     unmatched = views.keys() ^ (found.keys() | {"lm_head.weight"})

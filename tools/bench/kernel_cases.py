@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from tritonmoe_kernels.linear import linear
 from tritonmoe_kernels.norm_router import NormRouterOutput, Routing, add_rms_norm, norm_router, route_topk
 from tritonmoe_kernels.plan import plan_demand, plan_prefetch
 from tritonmoe_kernels.planner_state import PlannerState
+from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat
 from tritonmoe_kernels.recall import count_recall
 from tritonmoe_kernels.rope_qk import rope_qk
 from tritonmoe_kernels.sort_tokens import sort_tokens
@@ -43,16 +45,45 @@ def noise(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=DEVICE).normal_(0, 0.02)
 
 
-def projection(units: int, hidden: int, norm: bool, dtype: torch.dtype, tokens: int = 1, ours: bool = True) -> Case:
-    count = copies(units * hidden * dtype.itemsize)
-    weights = [noise(units, hidden, dtype=dtype) for _ in range(count)]
+def matrix(form: WeightFormat | None, *shape: int, dtype: torch.dtype) -> Matrix:
+    """Noise of `dtype`, or random codes whose scales make about as much of them."""
+    if form is None:
+        return noise(*shape, dtype=dtype)
+    parts = {}
+    for name, (part_shape, part_dtype) in form.shapes(*shape[-2:]).items():
+        size = (*shape[:-2], *part_shape)
+        if name == "scales":
+            parts[name] = torch.full(size, 120 if part_dtype == torch.uint8 else 1e-3, dtype=part_dtype, device=DEVICE)
+        else:  # 0 … 118: no NaN of fp8
+            most = 16 if name == "zeros" else 119
+            parts[name] = torch.randint(0, most, size, dtype=torch.uint8, device=DEVICE).view(part_dtype)
+    return QuantizedMatrix(form, **parts)
+
+
+def stored_bytes(form: WeightFormat | None, rows: int, columns: int, dtype: torch.dtype) -> int:
+    if form is None:
+        return rows * columns * dtype.itemsize
+    return sum(math.prod(shape) * part.itemsize for shape, part in form.shapes(rows, columns).values())
+
+
+def projection(
+    units: int,
+    hidden: int,
+    norm: bool,
+    dtype: torch.dtype,
+    tokens: int = 1,
+    ours: bool = True,
+    form: WeightFormat | None = None,
+) -> Case:
+    num_bytes = stored_bytes(form, units, hidden, dtype)
+    weights = [matrix(form, units, hidden, dtype=dtype) for _ in range(copies(num_bytes))]
     x, out = noise(tokens, hidden, dtype=dtype), noise(tokens, units, dtype=dtype)
     norm_weight = torch.ones(hidden, device=DEVICE) if norm else None
     if ours:
         launches = [partial(linear, x, weight, None, norm_weight, 1e-6, out=out) for weight in weights]
     else:
-        launches = [partial(F.linear, x, weight) for weight in weights]
-    return Case(launches, weights[0].nbytes + x.nbytes + out.nbytes, 2 * tokens * units * hidden)
+        launches = [partial(F.linear, x, weight) for weight in weights if isinstance(weight, torch.Tensor)]
+    return Case(launches, num_bytes + x.nbytes + out.nbytes, 2 * tokens * units * hidden)
 
 
 def head(vocab: int, hidden: int, dtype: torch.dtype) -> Case:
@@ -139,12 +170,20 @@ def speculation(hidden: int, experts: int, rule: Routing, dtype: torch.dtype) ->
 
 
 def experts(
-    tokens: int, top_k: int, num_experts: int, hidden: int, size: int, kind: str, dtype: torch.dtype, parts: str = "all"
+    tokens: int,
+    top_k: int,
+    num_experts: int,
+    hidden: int,
+    size: int,
+    kind: str,
+    dtype: torch.dtype,
+    parts: str = "all",
+    form: WeightFormat | None = None,
 ) -> Case:
     """gate_up, down and the reduction; a decode step's launches take turns over slots, prefill uses all of them."""
-    record = 3 * hidden * size * dtype.itemsize
+    record = stored_bytes(form, 2 * size, hidden, dtype) + stored_bytes(form, hidden, size, dtype)
     slots = num_experts if tokens > 1 else -(-copies(record) // top_k) * top_k
-    gate_up, down = noise(slots, 2 * size, hidden, dtype=dtype), noise(slots, hidden, size, dtype=dtype)
+    gate_up, down = matrix(form, slots, 2 * size, hidden, dtype=dtype), matrix(form, slots, hidden, size, dtype=dtype)
     biases = (
         (noise(slots, 2 * size, dtype=dtype), noise(slots, hidden, dtype=dtype)) if "clamp" in kind else (None, None)
     )
@@ -248,3 +287,28 @@ CASES: dict[str, Callable[[torch.dtype], Case]] = {
     "qwen3 prefill 4096 attention sdpa": lambda dtype: prefill_attention(4096, 32, 4, 128, dtype, False),
     "gpt-oss prefill 4096 experts": lambda dtype: experts(4096, 4, 32, 2880, 2880, "swiglu_clamped", dtype),
 }
+
+INT4 = WeightFormat("int4", 32, scale_dtype=torch.bfloat16)
+INT4_ZEROS = WeightFormat("int4", 128, scale_dtype=torch.float16, has_zeros=True)
+INT8 = WeightFormat("int8", 32, scale_dtype=torch.bfloat16)
+FP8 = WeightFormat("fp8", 128, 128, scale_dtype=torch.float32)
+FORMATS = {"mxfp4": MXFP4, "int4": INT4, "int4 zeros 128": INT4_ZEROS, "int8": INT8, "fp8": FP8}
+
+
+def quantized_cases(name: str, form: WeightFormat) -> dict[str, Callable[[torch.dtype], Case]]:
+    """One format's products alone, to be held against packed bytes / (0.8 x rate) + 2.5 us a launch, and in prefill."""
+    qwen3, gpt_oss = (8, 128, 2048, 768, "silu"), (4, 32, 2880, 2880, "swiglu_clamped")
+    cases: dict[str, Callable[[torch.dtype], Case]] = {
+        f"qwen3 decode {name} 8 of 768x2048": lambda dtype: experts(1, *qwen3, dtype, "gemm", form),
+        f"gpt-oss decode {name} 4 of 2880x2880": lambda dtype: experts(1, *gpt_oss, dtype, "gemm", form),
+        f"qwen3 prefill 4096 {name}": lambda dtype: experts(4096, *qwen3, dtype, "all", form),
+        f"gpt-oss prefill 4096 {name}": lambda dtype: experts(4096, *gpt_oss, dtype, "all", form),
+    }
+    if form.bits == 8:
+        cases[f"qwen3 decode {name} qkv 5120x2048"] = lambda dtype: projection(5120, 2048, True, dtype, form=form)
+        cases[f"qwen3 decode {name} output 2048x4096"] = lambda dtype: projection(2048, 4096, False, dtype, form=form)
+    return cases
+
+
+for _name, _form in FORMATS.items():
+    CASES |= quantized_cases(_name, _form)
