@@ -9,9 +9,9 @@ Decode form (T <= 16): memory bound. An expert is 3·H·I weights (9.4 MB at H 2
 K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program has one (token, expert) pair and a few weight rows, all
 of which it asks for at once, down's before gate_up has ended (dependent_launch.py); it keeps a float32 sum per row and
 column and adds across threads once. Pairs run fastest over the grid: tokens that share an expert read the same rows at
-about the same time, once from memory and then from L2, but each pair does read them. Quantised weights stay packed until
-they are in registers (weight_tiles.py): in 4 bits and MXFP4's scales the same token costs 20 MB, 4.7 us, and one of
-GPT-OSS, K = 4 of 2880 x 2880, 53 MB, 12.3 us.
+about the same time, once from memory and then from L2, but each pair does read them. Quantised weights stay packed
+until they are in registers (weight_tiles.py): in MXFP4 the same token costs 20 MB, 4.7 us, and one of GPT-OSS, K = 4 of
+2880 x 2880, 53 MB, 12.3 us.
 
 Prefill form: pairs are sorted by slot into blocks of BLOCK_M rows of one expert, padded (`sort_tokens`); two launches
 of tensor-core tiles, 6·H·I FLOPs a pair (309 GFLOP for 4,096 tokens at the shape above, 0.4 ms at 0.8 PFLOP/s). Gate
