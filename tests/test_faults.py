@@ -207,7 +207,7 @@ def test_a_closed_engine_says_so(pristine_folder: Path) -> None:
 
 @ON_CPU
 def test_a_short_soak(pristine_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The long form draws 20,000 tokens; docs/reliability-faults.md"""
+    """The long form draws 20,000 tokens; docs/reliability.md"""
     output = tmp_path / "soak.json"
     options = ["--model", str(pristine_folder), "--tokens", "250", "--output", str(output), "--slots", "3"]
     assert soak.main([*options, "--policy", "exact", "--policy", "router-pf"]) == 0

@@ -39,6 +39,7 @@ PROFILED_KERNELS = 12  # rows of a profile that are shown one by one
 NAME_LENGTH = 60  # of a kernel's name in C++
 ABSENT = "—"
 NOT_YET = "Not measured yet.\n"
+KINDS = ("decode", "prefill")  # of steps
 
 
 def read(name: str) -> dict[str, Any]:
@@ -561,6 +562,45 @@ def prediction_estimator() -> str:
     return text + origin(part)
 
 
+def faults() -> str:
+    """What every scenario came to, and how often each outcome was seen."""
+    part = read("inject-faults.json")
+    rows = []
+    for name, found in part["results"].items():
+        outcomes = (f"{count} x {said}".replace("|", " ") for said, count in found["outcomes"].items())
+        rows.append([name, f"{found['cases']:,}", "; ".join(outcomes)])
+    text = table(["scenario", "cases", "how they ended"], rows)
+    problems = [line for found in part["results"].values() for line in found["problems"]]
+    return text + _problems(problems) + origin(part)
+
+
+def soak() -> str:
+    """Every run that is stored."""
+    parts = [read("soak-nano.json"), *(read(path.name) for path in sorted(MEASUREMENTS.glob("soak-nano-*.json")))]
+    header = ["policy", "slots", "tokens", "generations", "compared", "records fetched", "memory, MB", "grown by, MB"]
+    rows, problems = [], []
+    for part in parts:
+        for found in part["results"]:
+            counted, host = found["counters"], found["host_bytes"]
+            fetched = sum(counted[f"{kind} {what}"] for kind in KINDS for what in ("demand", "prefetched"))
+            rows.append(
+                [
+                    found["policy"],
+                    f"{found['slots']:,} of {found['experts']:,}",
+                    *(f"{found[name]:,}" for name in ("tokens", "generations", "compared_tokens")),
+                    f"{fetched:,}",
+                    figure(host["quarter 4"] / 1e6),
+                    f"{host['grown'] / 1e6:.1f}",
+                ]
+            )
+            problems += found["problems"]
+    return table(header, rows) + _problems(problems) + "".join(origin(part) for part in parts)
+
+
+def _problems(lines: list[str]) -> str:
+    return "\nNo problem was found.\n" if not lines else "\nProblems:\n\n" + "".join(f"- {line}\n" for line in lines)
+
+
 REGIONS: dict[str, Callable[[], str]] = {
     "embedded-tasks": embedded_tasks,
     "embedded-text": embedded_text,
@@ -585,6 +625,8 @@ REGIONS: dict[str, Callable[[], str]] = {
     "prediction-caches": lambda: predicted("nano", prediction.cache_table, "caches"),
     "prediction-estimator": prediction_estimator,
     "prediction-published": prediction_published,
+    "faults": faults,
+    "soak": soak,
 }
 
 

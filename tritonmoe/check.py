@@ -33,7 +33,7 @@ from tritonmoe_kernels.routing import NormRouterOutput
 EVERY = 16  # steps of which one is checked
 KINDS = ("slots", "reference")
 OPTION = re.compile(r"(slots|reference)(?::([1-9]\d{0,5}))?", re.ASCII)
-# Root mean square of the difference / that of the reference, at the end of a step. docs/reliability-faults.md
+# Root mean square of the difference / that of the reference, at the end of a step. docs/reliability.md
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 3e-2, torch.bfloat16: 1.5e-1}
 
 
