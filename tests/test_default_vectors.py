@@ -182,13 +182,13 @@ def test_files_that_are_refused(weights: ModelWeights, tmp_path: Path) -> None:
     def write(changes: dict[str, torch.Tensor], names: dict[str, str] | None = None) -> None:
         save_file({**tensors, **changes}, path, metadata={**metadata, **(names or {})})
 
-    refused(r"vectors are float32 \[2, 4, 32\] where this model has \[1, 4, 32\]; make the file anew", OTHER_SPEC)
+    refused(r"vectors is float32 \[2, 4, 32\] where this model has \[1, 4, 32\]; make the file anew", OTHER_SPEC)
     write({"vectors": tensors["vectors"][:, :3].contiguous()})
-    refused(r"vectors are float32 \[2, 3, 32\] where this model has \[2, 4, 32\]")
+    refused(r"vectors is float32 \[2, 3, 32\] where this model has \[2, 4, 32\]")
     write({"vectors": tensors["vectors"].half()})
-    refused(r"vectors are float16 \[2, 4, 32\]")
+    refused(r"vectors is float16 \[2, 4, 32\]")
     write({"counts": tensors["counts"].flatten()})
-    refused(r"counts are int64 \[8\] where this model has \[2, 4\]")
+    refused(r"counts is int64 \[8\] where this model has \[2, 4\]")
     write({}, {"model": "sha256:0"})
     refused("default vectors of another model")
     write({"vectors": tensors["vectors"] * float("nan")})

@@ -21,7 +21,7 @@ LAYERS = (
     ("copy_engine", "config_reader", "memory"),
     ("matrices", "pinned_memory", "published_formats"),
     ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
-    ("operations", "weights"),
+    ("operations", "weights", "model_file"),
     ("expert_store", "default_vectors", "targets"),
     ("estimator", "hybrid"),
     ("streaming", "generation_config", "attention", "moe", "loading", "hub"),

@@ -31,12 +31,17 @@ FORBIDDEN_NAMES = {
 }  # fmt: skip
 
 
+# What may be imported all the same: the doctor asks the driver's own program about the link, in fixed words.
+EXCEPTIONS = {"doctor": {"subprocess"}}
+
+
 @pytest.mark.parametrize("path", [*ENGINE, *KERNELS], ids=lambda path: path.stem)
 def test_no_way_from_data_to_code(path: Path) -> None:
+    forbidden = FORBIDDEN_MODULES - EXCEPTIONS.get(path.stem, set())
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import | ast.ImportFrom):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-            assert not {name.split(".")[0] for name in names} & FORBIDDEN_MODULES, ast.unparse(node)
+            assert not {name.split(".")[0] for name in names} & forbidden, ast.unparse(node)
         elif isinstance(node, ast.Name):
             assert node.id not in FORBIDDEN_CALLS, f"line {node.lineno}"
         elif isinstance(node, ast.Attribute):

@@ -20,6 +20,7 @@ from tritonmoe.copy_engine import Copy, CopyEngine
 from tritonmoe.errors import CheckError, InputError
 from tritonmoe.expert_store import expert_name
 from tritonmoe.kv_cache import KVCache
+from tritonmoe.matrices import floats, select
 from tritonmoe.model import Decoder
 from tritonmoe.moe import Experts
 from tritonmoe.offload import OffloadedExperts
@@ -27,7 +28,8 @@ from tritonmoe.operations import REFERENCES
 from tritonmoe.policy import PRESETS, minimum_slots
 from tritonmoe.predictors import Predictor
 from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ExpertWeights, ModelWeights
+from tritonmoe.weights import ExpertWeights, ModelWeights, Storage
+from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import NormRouterOutput
 
 EVERY = 16  # steps of which one is checked
@@ -291,11 +293,13 @@ def in_float32(weights: ModelWeights) -> ModelWeights:
     seen: dict[int, torch.Tensor] = {}
 
     def converted(value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
-            return seen.setdefault(id(value), value.detach().to("cpu", torch.float32))
+        if isinstance(value, torch.Tensor | QuantizedMatrix):
+            if id(value) not in seen:
+                seen[id(value)] = floats(value).detach().cpu()
+            return seen[id(value)]
         if isinstance(value, list):
             return [converted(item) for item in value]
-        if value is None or isinstance(value, ExpertWeights):
+        if value is None or isinstance(value, ExpertWeights | Storage):
             return value
         return dataclasses.replace(
             value, **{f.name: converted(getattr(value, f.name)) for f in dataclasses.fields(value)}
@@ -304,9 +308,9 @@ def in_float32(weights: ModelWeights) -> ModelWeights:
     return converted(weights)
 
 
-def _picked(tensor: torch.Tensor, experts: Iterable[torch.Tensor]) -> torch.Tensor:
+def _picked(matrix: Matrix, experts: Iterable[torch.Tensor]) -> torch.Tensor:
     """[n, …] float32 on the CPU."""
-    return torch.stack([tensor[int(expert)].cpu().float() for expert in experts])
+    return torch.stack([floats(select(matrix, int(expert))).cpu() for expert in experts])
 
 
 def _rows(tensors: tuple[torch.Tensor, ...], rows: torch.Tensor, length: int) -> tuple[torch.Tensor, ...]:

@@ -11,11 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save
 
-from tritonmoe.checkpoint import TensorReader, read_header_and_metadata
-from tritonmoe.errors import CheckpointError, InputError
-from tritonmoe.files import write_file
+from tritonmoe.errors import InputError
+from tritonmoe.model_file import read_tensors, write_tensors
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
 
@@ -69,11 +67,8 @@ class DefaultVectors:
 
         InputError where it cannot be written.
         """
-        tensors = {"vectors": self.vectors.contiguous(), "counts": self.counts.contiguous()}
-        try:
-            write_file(path, save(tensors, metadata={"format": FORMAT, "model": model, "corpus": corpus}))
-        except OSError as error:
-            raise InputError(f"{path}: cannot be written: {error.strerror}") from None
+        tensors = {"vectors": self.vectors, "counts": self.counts}
+        write_tensors(path, tensors, {"format": FORMAT, "model": model, "corpus": corpus})
 
 
 def load_default_vectors(path: Path, spec: ModelSpec, weights: ModelWeights) -> DefaultVectors:
@@ -82,30 +77,11 @@ def load_default_vectors(path: Path, spec: ModelSpec, weights: ModelWeights) -> 
     Raises InputError, one line, for a file that cannot be read, is of another kind, shape or model, or is not finite.
     """
     shape = vector_shape(spec)
-    vectors, counts = torch.empty(shape), torch.empty(shape[:2], dtype=torch.int64)
-    reader = TensorReader()
-    try:
-        entries, metadata = read_header_and_metadata(path)
-        if metadata.get("format") != FORMAT or {entry.name for entry in entries} != {"vectors", "counts"}:
-            raise InputError(f"{path}: not a file of default vectors; {REMEDY}")
-        for entry in sorted(entries, key=lambda entry: entry.name, reverse=True):
-            tensor = vectors if entry.name == "vectors" else counts
-            if entry.shape != tensor.shape or entry.dtype != tensor.dtype:
-                kind = str(entry.dtype).removeprefix("torch.")
-                raise InputError(
-                    f"{path}: {entry.name} are {kind} {list(entry.shape)} where this model has {list(tensor.shape)}; "
-                    f"{REMEDY}"
-                )
-            reader.read(entry, tensor)
-    except CheckpointError as error:
-        raise InputError(f"{error}; {REMEDY}") from None
-    finally:
-        reader.close()
+    expected = {"vectors": (shape, torch.float32), "counts": (shape[:2], torch.int64)}
+    found, metadata = read_tensors(path, FORMAT, "default vectors", tuple(expected), lambda _: expected, REMEDY)
     if metadata.get("model") != model_identity(spec, weights):
         raise InputError(f"{path}: the default vectors of another model (its routers differ); {REMEDY}")
-    if not vectors.isfinite().all():
-        raise InputError(f"{path}: holds NaN or infinite values; {REMEDY}")
-    return DefaultVectors(vectors, counts)
+    return DefaultVectors(found["vectors"], found["counts"])
 
 
 def model_identity(spec: ModelSpec, weights: ModelWeights) -> str:

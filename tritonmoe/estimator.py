@@ -9,16 +9,18 @@ is which. `tools/train_estimator.py` trains it.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
+from tritonmoe.checkpoint import read_header_and_metadata
 from tritonmoe.default_vectors import model_identity, vector_shape
-from tritonmoe.errors import InputError
+from tritonmoe.errors import CheckpointError, InputError
+from tritonmoe.model_file import read_tensors, write_tensors
 from tritonmoe.spec import ModelSpec
 from tritonmoe.weights import ModelWeights
 from tritonmoe_kernels.estimate_reference import EstimatorWeights
@@ -78,12 +80,8 @@ class Estimator:
 
         InputError where it cannot be written.
         """
-        tensors = {name: part.detach().cpu().contiguous() for name, part in self.shared._asdict().items()}
         kind = {"format": FORMAT, "model": model, "vectors": self.vectors, "corrects": json.dumps(self.corrects)}
-        try:
-            save_file(tensors, path, metadata={**kind, "training": json.dumps(facts, sort_keys=True)})
-        except (OSError, SafetensorError) as error:
-            raise InputError(f"{path}: cannot be written: {error}") from None
+        write_tensors(path, self.shared._asdict(), {**kind, "training": json.dumps(facts, sort_keys=True)})
 
 
 def load_estimator(path: Path, spec: ModelSpec, weights: ModelWeights, vectors: str) -> Estimator:
@@ -92,46 +90,31 @@ def load_estimator(path: Path, spec: ModelSpec, weights: ModelWeights, vectors: 
     `vectors` is the identity of the default vectors in use. Raises InputError, one line, for a file that cannot be
     read, is of another kind, shape or model, is not finite, or was trained with other default vectors.
     """
-    try:
-        with safe_open(path, "pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != FORMAT or set(file.keys()) != set(EstimatorWeights._fields):
-                raise InputError(f"{path}: not a file of an estimator; {REMEDY}")
-            shared = EstimatorWeights(*(file.get_tensor(name) for name in EstimatorWeights._fields))
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except SafetensorError:
-        raise InputError(f"{path}: not a safetensors file, or a damaged one; {REMEDY}") from None
-    _check_shapes(path, shared, spec)
+    found, metadata = read_tensors(
+        path, FORMAT, "an estimator", EstimatorWeights._fields, lambda shapes: _expected(shapes, spec), REMEDY
+    )
     if metadata.get("model") != model_identity(spec, weights):
         raise InputError(f"{path}: the estimator of another model (its routers differ); {REMEDY}")
     if metadata.get("vectors") != vectors:
         raise InputError(f"{path}: trained with other default vectors than are in use; {REMEDY}")
-    return Estimator(shared, metadata.get("corrects") == "true", vectors)
+    return Estimator(EstimatorWeights(**found), metadata.get("corrects") == "true", vectors)
 
 
 def estimator_bytes(path: Path, dtype: torch.dtype) -> int:
     """What the weights of a file take in `dtype`; 0 where it cannot be read, which loading will say."""
     try:
-        with safe_open(path, "pt", device="cpu") as file:
-            sizes = [file.get_slice(name).get_shape() for name in EstimatorWeights._fields]
-            return sum(torch.Size(size).numel() for size in sizes) * dtype.itemsize
-    except (OSError, SafetensorError):
+        entries, _ = read_header_and_metadata(path)
+    except CheckpointError:
         return 0
+    return sum(math.prod(entry.shape) for entry in entries) * dtype.itemsize
 
 
-def _check_shapes(path: Path, shared: EstimatorWeights, spec: ModelSpec) -> None:
+def _expected(shapes: Mapping[str, tuple[int, ...]], spec: ModelSpec) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """What the parts must be for the model, whatever the widths."""
     layers, experts, hidden = vector_shape(spec)
-    width, inner = shared.into.shape[0], shared.up.shape[0]
-    expected = EstimatorWeights(
-        into=(width, hidden), layer=(layers - 1, width), up=(inner, width), down=(width, inner),  # type: ignore[arg-type]
-        norm_weight=(width,), norm_bias=(width,), head=(experts, width),  # type: ignore[arg-type]
-    )  # fmt: skip
-    for name, tensor, shape in zip(EstimatorWeights._fields, shared, expected, strict=True):
-        if tuple(tensor.shape) != shape or tensor.dtype != torch.float32:
-            kind = str(tensor.dtype).removeprefix("torch.")
-            raise InputError(
-                f"{path}: {name} is {kind} {list(tensor.shape)} where this model has {list(shape)}; {REMEDY}"
-            )
-        if not tensor.isfinite().all():
-            raise InputError(f"{path}: holds NaN or infinite values; {REMEDY}")
+    width, inner = (shapes[name][0] if shapes[name] else 0 for name in ("into", "up"))
+    parts = {
+        "into": (width, hidden), "layer": (layers - 1, width), "up": (inner, width), "down": (width, inner),
+        "norm_weight": (width,), "norm_bias": (width,), "head": (experts, width),
+    }  # fmt: skip
+    return {name: (shape, torch.float32) for name, shape in parts.items()}

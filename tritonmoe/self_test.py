@@ -14,6 +14,7 @@ import torch
 
 from tritonmoe.architectures import load_spec
 from tritonmoe.engine import Engine, embedded_folder
+from tritonmoe.estimator import NO_VECTORS, Estimator
 from tritonmoe.expert_store import ExpertStore
 from tritonmoe.kv_cache import KVCache
 from tritonmoe.loading import load_weights
@@ -32,6 +33,7 @@ STEPS = 3
 PROMPT = "Once upon a time"
 # Arguments that are not compared: scratch means nothing after a call, and other slots may be filled during it.
 LEFT_OUT = {"counter", "workspace", "gate_up", "down", "gate_up_bias", "down_bias"}
+ESTIMATOR_WIDTH = 32
 SLOTS = 16  # few: all of them are copied for every call
 
 
@@ -94,8 +96,10 @@ def compare_kernels(folder: Path, device: torch.device, dtype: torch.dtype, test
     spec, twins = load_spec(folder), Twins(tested)
     store = ExpertStore.allocate(spec, dtype)
     weights = load_weights(folder, spec, device, dtype, store=store)
-    policy = resolve("exact", predictor="residual")
-    predictor = make_predictor(policy, twins.operations, spec, weights, None)
+    policy = resolve("exact", predictor="estimator")
+    estimator = Estimator.initial(spec, ESTIMATOR_WIDTH, ESTIMATOR_WIDTH, corrects=True, vectors=NO_VECTORS, seed=0)
+    kinds = dict.fromkeys(list(spec.moe_layers)[1:], "estimator")
+    predictor = make_predictor(policy, twins.operations, spec, weights, None, estimator.to(device, dtype), kinds)
     experts = OffloadedExperts(
         twins.operations, spec, weights, store, SLOTS, policy, predictor,
         plan_on_device=device.type == "cpu" or store.is_pinned,
