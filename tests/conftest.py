@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 from collections.abc import Iterator
@@ -13,6 +14,10 @@ import pytest
 import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers
+
+if os.environ.get("PYTEST_XDIST_WORKER"):  # processes beside this one use the other cores
+    torch.set_num_threads(1)
+    os.environ["OMP_NUM_THREADS"] = "1"  # of commands that tests start
 
 TINY_CONFIG = {
     "architectures": ["Qwen3MoeForCausalLM"],
