@@ -13,10 +13,10 @@ import torch
 from conftest import TINY_CONFIG
 from tiny_checkpoints import TINY, build
 
-from tritonmoe.architectures import ARCHITECTURES, NEEDS, parse_config
+from tritonmoe.checkpoint.architectures import ARCHITECTURES, NEEDS, parse_config
 from tritonmoe.errors import ConfigError
-from tritonmoe.rope import inverse_frequencies
-from tritonmoe.spec import ModelSpec
+from tritonmoe.model.rope import inverse_frequencies
+from tritonmoe.model.spec import ModelSpec
 
 GPT_OSS = {
     "model_type": "gpt_oss",

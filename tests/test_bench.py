@@ -19,15 +19,15 @@ from conftest import TINY_CONFIG
 from test_architectures import GPT_OSS
 from tiny_checkpoints import build, save
 
-from tritonmoe.architectures import load_spec, parse_config
-from tritonmoe.config_reader import read_json
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.loading import load_weights
-from tritonmoe.matrices import floats
-from tritonmoe.model import Decoder
-from tritonmoe.quantization import EXPERT_FORMATS
-from tritonmoe.session import allocate_cache
-from tritonmoe.weights import PLAIN
+from tritonmoe.checkpoint.architectures import load_spec, parse_config
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.loading import load_weights
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
+from tritonmoe.generation.session import allocate_cache
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.matrices import floats
+from tritonmoe.model.weights import PLAIN
 
 CONFIGS = Path(cli.__file__).parent / "configs"
 QWEN3_30B = {

@@ -16,14 +16,14 @@ from bench.random_text import RandomText
 from bench.random_weights import random_weights
 from conftest import TINY_CONFIG
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.copy_engine import Priority
-from tritonmoe.counters import Counters
+from tritonmoe.checkpoint.architectures import parse_config
 from tritonmoe.errors import InputError
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.model import Decoder
-from tritonmoe.policy import PRESETS
-from tritonmoe.weights import ModelWeights
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore
+from tritonmoe.model.weights import ModelWeights
+from tritonmoe.offload.copy_engine import Priority
+from tritonmoe.offload.counters import Counters
+from tritonmoe.offload.policy import PRESETS
 
 CPU = torch.device("cpu")
 CONFIG = {**TINY_CONFIG, "num_hidden_layers": 3, "num_experts": 8}

@@ -22,8 +22,8 @@ from bench.trace import host_launches
 from bench_offload import random_store
 from conftest import TINY_CONFIG
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.slot_pool import SlotPool
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.offload.slot_pool import SlotPool
 
 CPU = torch.device("cpu")
 CONFIG = {**TINY_CONFIG, "num_hidden_layers": 4, "num_experts": 16}

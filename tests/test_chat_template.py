@@ -13,10 +13,10 @@ import pytest
 import tokenizers
 from tokenizers import models
 
-from tritonmoe import template_sandbox
-from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.errors import InputError, TokenizerError
-from tritonmoe.template_sandbox import MAX_SECONDS
+from tritonmoe.text import template_sandbox
+from tritonmoe.text.chat_template import ChatTemplate
+from tritonmoe.text.template_sandbox import MAX_SECONDS
 
 SPECIAL_TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 

@@ -12,14 +12,14 @@ import torch
 from test_offload import DEVICE, POLICIES, Offloaded, make_spec, noise
 
 from tritonmoe import Engine, SamplingParams
-from tritonmoe.check import StepCheck, make_check, read_option
-from tritonmoe.copy_engine import Copy, ThreadCopies
-from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.errors import EXIT_FAULT, CheckError, InputError
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.placement import Placement
-from tritonmoe.policy import minimum_slots, resolve
+from tritonmoe.generation.check import StepCheck, make_check, read_option
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.offload.copy_engine import Copy, ThreadCopies
+from tritonmoe.offload.policy import minimum_slots, resolve
+from tritonmoe.placement.loader import Placement
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ALL_SLOTS = 32

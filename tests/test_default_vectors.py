@@ -16,15 +16,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nano.tasks import is_test, training_items
-from tritonmoe.architectures import load_spec, parse_config
-from tritonmoe.default_vectors import DefaultVectors, load_default_vectors, model_identity
+from tritonmoe.checkpoint.architectures import load_spec, parse_config
+from tritonmoe.checkpoint.loading import load_weights
 from tritonmoe.errors import InputError
-from tritonmoe.loading import load_weights
-from tritonmoe.model import Decoder
-from tritonmoe.operations import REFERENCES
-from tritonmoe.spec import ModelSpec
-from tritonmoe.tokenizer import Tokenizer
-from tritonmoe.weights import ModelWeights
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.operations import REFERENCES
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ModelWeights
+from tritonmoe.prediction.default_vectors import DefaultVectors, load_default_vectors, model_identity
+from tritonmoe.text.tokenizer import Tokenizer
 
 CPU = torch.device("cpu")
 SPEC = parse_config(TINY_CONFIG, "config.json")

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("triton")
 
-from tritonmoe.device_sampling import BatchSampler, SampleOutput
 from tritonmoe.errors import InputError
-from tritonmoe.sampling import SamplingParams, sample, uniform
+from tritonmoe.generation.device_sampling import BatchSampler, SampleOutput
+from tritonmoe.generation.sampling import SamplingParams, sample, uniform
 
 CPU = torch.device("cpu")
 NUM_STEPS = 3
@@ -154,8 +154,8 @@ def test_load_in_place(pair: tuple[list[Row], list[Row]]) -> None:
 
 
 def test_threshold_on_a_boundary_takes_the_next_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonmoe.device_sampling.uniform_ref", lambda *_: torch.tensor([0.5]))
-    monkeypatch.setattr("tritonmoe.sampling.uniform", lambda *_: 0.5)
+    monkeypatch.setattr("tritonmoe.generation.device_sampling.uniform_ref", lambda *_: torch.tensor([0.5]))
+    monkeypatch.setattr("tritonmoe.generation.sampling.uniform", lambda *_: 0.5)
     logits = torch.zeros(1, 4)
     assert sample(logits[0], SAMPLED, [], 0) == 2
     assert BatchSampler([SAMPLED], 4, CPU).sample(logits, torch.tensor([0])).tokens.tolist() == [2]

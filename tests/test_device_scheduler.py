@@ -15,15 +15,15 @@ import pytest
 import torch
 from test_offload import DEVICE, POLICIES, SPECS, STEPS, Offloaded, make_spec, noise
 
-from tritonmoe.decode_runner import DecodeRunner
-from tritonmoe.device_scheduler import RoutingTables
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.policy import Policy, minimum_slots, resolve
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.spec import ModelSpec
-from tritonmoe.trace import TraceRecorder, read_trace
-from tritonmoe.weights import ModelWeights
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ModelWeights
+from tritonmoe.offload.device_scheduler import RoutingTables
+from tritonmoe.offload.policy import Policy, minimum_slots, resolve
+from tritonmoe.offload.trace import TraceRecorder, read_trace
 from tritonmoe_kernels.planner_state import check_integrity
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
@@ -434,7 +434,7 @@ def test_the_host_plans_where_the_device_cannot(caplog: pytest.LogCaptureFixture
     assert "need 4 slots, not 3" in caplog.text
     assert few.experts.needs_host
     caplog.clear()
-    monkeypatch.setattr("tritonmoe.offload.device_addresses", lambda store, device: "there is no way")
+    monkeypatch.setattr("tritonmoe.offload.experts.device_addresses", lambda store, device: "there is no way")
     unmapped = on_device(spec, weights, 32, POLICIES["quasi-hidden"])
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -38,7 +38,7 @@ def test_readme_names_every_module() -> None:
     tree = re.search(r"```text\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert tree is not None
     named = set(re.findall(r"\w+\.py", tree[1]))
-    existing = {path.name for path in (ROOT / "tritonmoe").glob("*.py")} - {"__init__.py"}
+    existing = {path.name for path in (ROOT / "tritonmoe").rglob("*.py")} - {"__init__.py"}
     assert existing <= named
     assert named <= existing | {path.name for folder in ("tools", "kernels") for path in (ROOT / folder).rglob("*.py")}
 

@@ -12,7 +12,7 @@ import torch
 from kernel_testing import DEVICE, KERNEL_MARKS
 
 from tritonmoe import doctor, self_test
-from tritonmoe.operations import REFERENCES, Operations, kernels
+from tritonmoe.model.operations import REFERENCES, Operations, kernels
 
 CPU = torch.device("cpu")
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, TOLERANCE, assert_close, generator, poisoned, randn
 
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.moe import routing_rule
-from tritonmoe.operations import REFERENCES, Operations, kernels
-from tritonmoe.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec, YarnSpec
-from tritonmoe.weights import ModelWeights, allocate, iter_tensors
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.moe import routing_rule
+from tritonmoe.model.operations import REFERENCES, Operations, kernels
+from tritonmoe.model.spec import AttentionSpec, LayerSpec, ModelSpec, MoeSpec, RopeSpec, RouterSpec, YarnSpec
+from tritonmoe.model.weights import ModelWeights, allocate, iter_tensors
 from tritonmoe_kernels import attention, expert_gemm, linear
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.references import expert_gemm_ref, route_topk_ref, speculate_ref

@@ -11,9 +11,9 @@ import torch
 import tritonmoe.engine
 from tritonmoe import Engine, Interrupted, SamplingParams
 from tritonmoe.errors import InputError
-from tritonmoe.generation import Row
-from tritonmoe.kv_cache import kv_bytes_per_token
-from tritonmoe.placement import Placement
+from tritonmoe.generation.row import Row
+from tritonmoe.model.kv_cache import kv_bytes_per_token
+from tritonmoe.placement.loader import Placement
 
 PROMPTS = ["Hello", "A much longer prompt than the first, to differ", "x"]
 SAMPLED = SamplingParams(max_new_tokens=20, temperature=1.0, top_p=0.95, seed=5)
@@ -105,7 +105,7 @@ def test_interrupt_while_the_cache_grows(engine: Engine, monkeypatch: pytest.Mon
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("tritonmoe.session.allocate_cache", interrupted)
+        patch.setattr("tritonmoe.generation.session.allocate_cache", interrupted)
         with pytest.raises(KeyboardInterrupt):
             "".join(engine.stream("Hello there, much longer", params, session))
     again = engine.stream("Hello", params, session)

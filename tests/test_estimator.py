@@ -14,17 +14,17 @@ from test_offload import DEVICE, Offloaded, generate, make_spec, noise
 from test_offload import estimator as small_estimator
 
 from tritonmoe import Engine
-from tritonmoe.default_vectors import model_identity
 from tritonmoe.errors import InputError
-from tritonmoe.estimator import NO_VECTORS, Estimator, estimator_bytes, load_estimator
-from tritonmoe.hybrid import HybridChoice, load_hybrid
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.moe import Experts
-from tritonmoe.operations import operations
-from tritonmoe.placement import Placement
-from tritonmoe.policy import resolve
-from tritonmoe.predictors import RouterPredictor
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.moe import Experts
+from tritonmoe.model.operations import operations
+from tritonmoe.offload.policy import resolve
+from tritonmoe.placement.loader import Placement
+from tritonmoe.prediction.default_vectors import model_identity
+from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, estimator_bytes, load_estimator
+from tritonmoe.prediction.hybrid import HybridChoice, load_hybrid
+from tritonmoe.prediction.predictors import RouterPredictor
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import NormRouterOutput
 

@@ -15,16 +15,16 @@ from test_offload import DEVICE, POLICIES, Offloaded, generate, make_spec, noise
 from test_parity import PROMPT_LENGTH, oracle, prompt, run
 from tiny_checkpoints import save
 
-from tritonmoe import loading
-from tritonmoe.architectures import load_spec
+from tritonmoe.checkpoint import loading
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights, published_storage
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.errors import CheckpointError
-from tritonmoe.expert_store import ExpertStore, RecordLayout
-from tritonmoe.loading import load_weights, published_storage
-from tritonmoe.matrices import empty_matrix, floats, parts, row_groups, row_slice, select
-from tritonmoe.model import Decoder
-from tritonmoe.quantization import EXPERT_FORMATS, quantize
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import PLAIN, ModelWeights, Storage, allocate, iter_tensors, weight_bytes
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore, RecordLayout
+from tritonmoe.model.matrices import empty_matrix, floats, parts, row_groups, row_slice, select
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import PLAIN, ModelWeights, Storage, allocate, iter_tensors, weight_bytes
 from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # wherever it runs, on what is there

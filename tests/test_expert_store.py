@@ -17,17 +17,18 @@ from test_loading import EXPERT, assert_same, change_config, rewrite
 from test_parity import PROMPT_LENGTH, oracle, prompt, run
 from tiny_checkpoints import TINY, save
 
-from tritonmoe import expert_store, loading, pinned_memory
-from tritonmoe.architectures import load_spec
-from tritonmoe.checkpoint import TensorEntry, TensorReader
+from tritonmoe.checkpoint import loading
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
+from tritonmoe.checkpoint.tensor_files import TensorEntry, TensorReader
 from tritonmoe.errors import CheckpointError, ConfigError, InputError
-from tritonmoe.expert_store import ExpertStore, RecordLayout
-from tritonmoe.loading import load_weights
-from tritonmoe.matrices import row_groups
-from tritonmoe.model import Decoder
-from tritonmoe.quantization import EXPERT_FORMATS
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ExpertWeights, ModelWeights, allocate, iter_tensors, weight_bytes
+from tritonmoe.model import expert_store, pinned_memory
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore, RecordLayout
+from tritonmoe.model.matrices import row_groups
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ExpertWeights, ModelWeights, allocate, iter_tensors, weight_bytes
 from tritonmoe_kernels.quantized import MXFP4
 
 CPU = torch.device("cpu")
@@ -313,7 +314,7 @@ def test_staging_of_a_cast_is_bounded(model_folder: Path, monkeypatch: pytest.Mo
         return staging(self, num_bytes)
 
     monkeypatch.setattr(TensorReader, "_staging_buffer", spy)
-    monkeypatch.setattr("tritonmoe.checkpoint.STAGING_BYTES", 1024)
+    monkeypatch.setattr("tritonmoe.checkpoint.tensor_files.STAGING_BYTES", 1024)
     load_both(model_folder, torch.bfloat16)
     assert 0 < max(sizes) <= 1024
 
@@ -354,11 +355,11 @@ def test_page_cache_is_dropped_behind_the_experts(model_folder: Path, monkeypatc
     file = model_folder / "model.safetensors"
     dropped: list[tuple[int, int]] = []
     monkeypatch.setattr(
-        "tritonmoe.checkpoint.os.posix_fadvise",
+        "tritonmoe.checkpoint.tensor_files.os.posix_fadvise",
         lambda fd, offset, length, advice: dropped.append((offset, length)),
         raising=False,
     )
-    monkeypatch.setattr("tritonmoe.checkpoint.os.POSIX_FADV_DONTNEED", 4, raising=False)
+    monkeypatch.setattr("tritonmoe.checkpoint.tensor_files.os.POSIX_FADV_DONTNEED", 4, raising=False)
     spec = load_spec(model_folder)
     load_weights(model_folder, spec, CPU, torch.float32)
     assert not dropped
@@ -375,9 +376,9 @@ def test_page_cache_that_cannot_be_dropped(model_folder: Path, monkeypatch: pyte
         raise OSError(95, "Operation not supported")
 
     if platform == "refusing it":
-        monkeypatch.setattr("tritonmoe.checkpoint.os.posix_fadvise", refuse, raising=False)
+        monkeypatch.setattr("tritonmoe.checkpoint.tensor_files.os.posix_fadvise", refuse, raising=False)
     else:
-        monkeypatch.delattr("tritonmoe.checkpoint.os.posix_fadvise", raising=False)
+        monkeypatch.delattr("tritonmoe.checkpoint.tensor_files.os.posix_fadvise", raising=False)
     _, plain, stored = load_both(model_folder)
     assert_same(plain, stored)
 

@@ -23,10 +23,10 @@ from test_offload import DEVICE, POLICIES, Offloaded, make_spec, noise
 
 from tritonmoe import Engine, SamplingParams, waiting
 from tritonmoe.errors import InputError, TransferError
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.placement import Placement
-from tritonmoe.policy import minimum_slots
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import minimum_slots
+from tritonmoe.placement.loader import Placement
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="faults of the CPU's path")
@@ -49,7 +49,7 @@ def test_scenario(name: str, pristine_folder: Path, caplog: pytest.LogCaptureFix
 @ON_CPU
 def test_a_scenario_sees_what_it_looks_for(pristine_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check on the checks: a loader that cannot tell a changed file."""
-    monkeypatch.setattr("tritonmoe.checkpoint.Checkpoint.require_unchanged", lambda self: None)
+    monkeypatch.setattr("tritonmoe.checkpoint.tensor_files.Checkpoint.require_unchanged", lambda self: None)
     assert inject_faults.read_errors(pristine_folder, 5, 0).problems
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from tritonmoe.checkpoint import TensorReader, open_checkpoint, read_header
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.tensor_files import TensorReader, open_checkpoint, read_header
 from tritonmoe.errors import CheckpointError, ConfigError, TokenizerError
 from tritonmoe.files import MAX_DEPTH, open_regular, parse_json, read_file, write_file
-from tritonmoe.tokenizer import Tokenizer
+from tritonmoe.text.tokenizer import Tokenizer
 
 
 def test_within_the_limit(tmp_path: Path) -> None:

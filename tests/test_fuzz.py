@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from mutation import damage_bytes, damage_json
 from test_architectures import TINY_CONFIG
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.checkpoint import read_header
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.tensor_files import read_header
 from tritonmoe.errors import MAX_MESSAGE, CheckpointError, ConfigError, TokenizerError, TritonMoeError
-from tritonmoe.generation_config import sampling_defaults
 from tritonmoe.memory import MAX_BYTES
-from tritonmoe.weights import weight_bytes
+from tritonmoe.model.weights import weight_bytes
+from tritonmoe.text.generation_config import sampling_defaults
 
 FILES = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 SCALARS = (

@@ -167,7 +167,7 @@ def test_out_of_memory_while_running(
     def fail(*_: object) -> None:
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 7 bytes.")
 
-    monkeypatch.setattr("tritonmoe.model.attention_block", fail)
+    monkeypatch.setattr("tritonmoe.model.decoder.attention_block", fail)
     line = refused(capsys, "--model", str(pristine_folder), "x", "--no-stream")
     assert "out of memory" in line
     assert "you tried to allocate 7 bytes" in line

@@ -12,12 +12,12 @@ import torch
 
 from nano.tasks import FAMILIES, TEST_LEVELS, read_test_file
 from tritonmoe import Engine, Generation, Interrupted, SamplingParams
-from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.engine import embedded_folder
 from tritonmoe.errors import InputError
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.session import allocate_cache
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.session import allocate_cache
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -243,7 +243,7 @@ def test_session_that_grows_and_stops(engine: Engine, monkeypatch: pytest.Monkey
         for prompt, result in turns:
             params = SamplingParams(max_new_tokens=len(result.token_ids))
             assert_same_greedy(engine, prompt, result.token_ids, engine.generate(prompt, params).token_ids)
-    monkeypatch.setattr("tritonmoe.session.DecodeRunner", functools.partial(DecodeRunner, capture=False))
+    monkeypatch.setattr("tritonmoe.generation.session.DecodeRunner", functools.partial(DecodeRunner, capture=False))
     assert [(prompt, result.token_ids) for prompt, result in turns] == [
         (prompt, result.token_ids) for prompt, result in converse(engine)
     ]

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.engine import Engine
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.placement import Placement
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import allocate_cache
-from tritonmoe.trace import TraceRecorder, read_trace
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import allocate_cache
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.trace import TraceRecorder, read_trace
+from tritonmoe.placement.loader import Placement
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

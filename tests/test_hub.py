@@ -17,8 +17,8 @@ import huggingface_hub
 import pytest
 from huggingface_hub import constants, errors
 
+from tritonmoe.checkpoint.hub import resolve_model, snapshot_problems
 from tritonmoe.errors import HubError, InputError
-from tritonmoe.hub import resolve_model, snapshot_problems
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -11,28 +12,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINE = sorted((ROOT / "tritonmoe").glob("*.py"))
+ENGINE = sorted(path for path in (ROOT / "tritonmoe").rglob("*.py") if path.name != "__init__.py")
 KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 
-# A module imports from lower layers only, never from its own.
+# Folders of the engine and the modules beside them. Each imports from lower ones and from itself.
 LAYERS = (
-    ("errors", "files", "spec", "tensor_names", "slot_pool", "counters", "step_graph", "prefetch_guard"),
-    ("waiting", "template_sandbox", "rope", "kv_cache", "sampling", "policy", "scheduler", "quantization"),
-    ("copy_engine", "config_reader", "memory"),
-    ("matrices", "pinned_memory", "published_formats"),
-    ("architectures", "checkpoint", "tokenizer", "chat_template", "device_sampling"),
-    ("operations", "weights", "model_file"),
-    ("expert_store", "default_vectors", "targets"),
-    ("estimator", "hybrid"),
-    ("streaming", "generation_config", "attention", "moe", "loading", "hub"),
-    ("model", "generation", "predictors"),
-    ("device_scheduler",),
+    ("errors", "files"),
+    ("memory", "waiting"),
+    ("model",),
+    ("checkpoint",),
+    ("prediction", "text"),
     ("offload",),
-    ("check",),
-    ("decode_runner", "trace"),
-    ("session",),
-    ("memory_plan",),
-    ("storage",),
+    ("generation",),
     ("placement",),
     ("engine",),
     ("chat", "self_test"),
@@ -54,22 +45,32 @@ def imports(path: Path) -> set[str]:
     return found
 
 
-def rank(module: str) -> int:
-    return next(i for i, names in enumerate(LAYERS) if module in names)
+def unit(path: Path) -> str:
+    """The folder of a module, or the module that stands beside them."""
+    return path.relative_to(ROOT / "tritonmoe").with_suffix("").parts[0]
+
+
+def rank(name: str) -> int:
+    return next(i for i, names in enumerate(LAYERS) if name in names)
 
 
 def test_every_module_has_its_place() -> None:
-    assert {path.stem for path in ENGINE} - {"__init__"} == {name for names in LAYERS for name in names}
+    assert {unit(path) for path in ENGINE} == {name for names in LAYERS for name in names}
 
 
 @pytest.mark.parametrize("path", ENGINE, ids=lambda path: path.stem)
 def test_imports_point_downwards(path: Path) -> None:
-    if path.stem == "__init__":
-        return
+    own = unit(path)
     for module in imports(path):
         parts = module.split(".")
-        if parts[0] == "tritonmoe" and len(parts) > 1 and parts[1] in {p.stem for p in ENGINE}:
-            assert parts[1] == path.stem or rank(parts[1]) < rank(path.stem), f"{path.stem} imports {parts[1]}"
+        if parts[0] == "tritonmoe" and len(parts) > 1 and any(parts[1] in names for names in LAYERS):
+            assert parts[1] == own or rank(parts[1]) < rank(own), f"{path.stem} imports {module}"
+
+
+def test_no_folder_imports_in_circles() -> None:
+    known = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in ENGINE}
+    graph = {name: imports(path) & set(known) for name, path in known.items()}
+    tuple(graphlib.TopologicalSorter(graph).static_order())  # CycleError names the circle
 
 
 @pytest.mark.parametrize("path", KERNELS, ids=lambda path: path.stem)

@@ -14,8 +14,8 @@ import pytest
 import torch
 from kernel_testing import DEVICE, KERNEL_MARKS, ON_GPU, generator
 
-from tritonmoe import pinned_memory
 from tritonmoe.memory import empty_tensor
+from tritonmoe.model import pinned_memory
 from tritonmoe_kernels.fetch import fetch
 from tritonmoe_kernels.fetch_reference import fetch_ref
 

@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
 
-from tritonmoe.attention import Tokens, attention_block
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.operations import REFERENCES
-from tritonmoe.rope import inverse_frequencies
-from tritonmoe.spec import AttentionSpec, RopeSpec
-from tritonmoe.weights import AttentionWeights
+from tritonmoe.model.attention import Tokens, attention_block
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.operations import REFERENCES
+from tritonmoe.model.rope import inverse_frequencies
+from tritonmoe.model.spec import AttentionSpec, RopeSpec
+from tritonmoe.model.weights import AttentionWeights
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.references import rope_qk_ref
 from tritonmoe_kernels.rope_qk import rope_qk

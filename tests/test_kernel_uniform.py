@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_testing import DEVICE, KERNEL_MARKS, poisoned
 
-from tritonmoe import sampling
+from tritonmoe.generation import sampling
 from tritonmoe_kernels.uniform import uniform, uniform_ref
 
 pytestmark = KERNEL_MARKS

@@ -10,10 +10,10 @@ import torch
 from conftest import tiny_tensors
 from safetensors.torch import load_file, save_file
 
-from tritonmoe.architectures import load_spec
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights
 from tritonmoe.errors import CheckpointError, InputError
-from tritonmoe.loading import load_weights
-from tritonmoe.weights import ModelWeights, iter_tensors
+from tritonmoe.model.weights import ModelWeights, iter_tensors
 from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, dequantize
 
 EXPERT = "model.layers.1.mlp.experts.2.up_proj.weight"

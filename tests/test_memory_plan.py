@@ -10,12 +10,12 @@ import pytest
 import torch
 from conftest import TINY_CONFIG
 
-from tritonmoe import memory_plan
-from tritonmoe.architectures import parse_config
+from tritonmoe.checkpoint.architectures import parse_config
 from tritonmoe.errors import ConfigError, InputError
-from tritonmoe.memory_plan import Budget, MemoryPlan, format_bytes, plan, read_budget, read_slots
-from tritonmoe.policy import PRESETS, minimum_slots, resolve
-from tritonmoe.weights import Storage
+from tritonmoe.model.weights import Storage
+from tritonmoe.offload.policy import PRESETS, minimum_slots, resolve
+from tritonmoe.placement import memory_plan
+from tritonmoe.placement.memory_plan import Budget, MemoryPlan, format_bytes, plan, read_budget, read_slots
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -21,7 +21,7 @@ from nano.tasks import code, interpreter, json_object
 from nano.tasks.where import VERBS
 from nano.tasks.words import CARRIED, NAMES, PLACES, THINGS
 from tritonmoe import Engine
-from tritonmoe.kv_cache import KVCache
+from tritonmoe.model.kv_cache import KVCache
 
 LEVELS = (tasks.EASY, tasks.STRETCH, tasks.HARD)
 TINY = ModelConfig(

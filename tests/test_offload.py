@@ -14,21 +14,21 @@ import pytest
 import torch
 from test_architectures import parse
 
-from tritonmoe.attention import Tokens, attention_block
-from tritonmoe.copy_engine import Copy, CopyEngine, StreamCopies, ThreadCopies, copy_engine
 from tritonmoe.errors import InputError
-from tritonmoe.estimator import NO_VECTORS, Estimator
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.operations import Operations, operations
-from tritonmoe.policy import RANKING_PREDICTORS, Policy, resolve
-from tritonmoe.predictors import HostPredictor, Predictor, RouterPredictor
-from tritonmoe.rope import inverse_frequencies
-from tritonmoe.session import prefill_chunk
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ModelWeights, allocate, iter_tensors
+from tritonmoe.generation.session import prefill_chunk
+from tritonmoe.model.attention import Tokens, attention_block
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.operations import Operations, operations
+from tritonmoe.model.rope import inverse_frequencies
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ModelWeights, allocate, iter_tensors
+from tritonmoe.offload.copy_engine import Copy, CopyEngine, StreamCopies, ThreadCopies, copy_engine
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import RANKING_PREDICTORS, Policy, resolve
+from tritonmoe.prediction.estimator import NO_VECTORS, Estimator
+from tritonmoe.prediction.predictors import HostPredictor, Predictor, RouterPredictor
 from tritonmoe_kernels import reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -50,7 +50,7 @@ SPECS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 STEPS = 12
 NAN_BYTE = 255  # floating-point values of such bytes are NaN
-BOOKKEEPING = ("offload.py", "scheduler.py", "slot_pool.py", "copy_engine.py")
+BOOKKEEPING = ("offload/experts.py", "scheduler.py", "slot_pool.py", "copy_engine.py")
 
 
 def make_spec(name: str) -> ModelSpec:

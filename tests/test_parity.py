@@ -8,10 +8,10 @@ import pytest
 import torch
 from tiny_checkpoints import TINY, build, save
 
-from tritonmoe.architectures import load_spec
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.loading import load_weights
-from tritonmoe.model import Decoder
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
 
 PROMPT_LENGTH = 40
 # Measured: at most 2e-5 on logits of about 5 (float32, both sides sum in another order).

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tritonmoe.errors import InputError
-from tritonmoe.policy import OPTIONS, PRESET_NAMES, PRESETS, Policy, resolve
+from tritonmoe.offload.policy import OPTIONS, PRESET_NAMES, PRESETS, Policy, resolve
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # preset, overrides, and what the line begins with: the option at fault

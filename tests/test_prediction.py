@@ -26,12 +26,12 @@ from prediction.study import shuffle
 
 from nano.tasks import test_items as make_test_items
 from tritonmoe import Engine
-from tritonmoe.architectures import parse_config
+from tritonmoe.checkpoint.architectures import parse_config
 from tritonmoe.errors import InputError
-from tritonmoe.estimator import NO_VECTORS, load_estimator
-from tritonmoe.hybrid import load_hybrid
-from tritonmoe.placement import Placement
-from tritonmoe.weights import iter_tensors
+from tritonmoe.model.weights import iter_tensors
+from tritonmoe.placement.loader import Placement
+from tritonmoe.prediction.estimator import NO_VECTORS, load_estimator
+from tritonmoe.prediction.hybrid import load_hybrid
 
 TEXT = "Ann has 3 pens. Ben takes 2 of them away and gives one back; how many are left? " * 40
 

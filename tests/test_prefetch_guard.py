@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tritonmoe.prefetch_guard import LEAST_RECORDS, PrefetchGuard
+from tritonmoe.offload.prefetch_guard import LEAST_RECORDS, PrefetchGuard
 
 RECORD = 100
 LEAST = LEAST_RECORDS * RECORD

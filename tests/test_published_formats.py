@@ -28,13 +28,13 @@ from make_published_checkpoints import (
 from make_published_checkpoints import weights as ct_weights
 from safetensors.torch import load_file, save_file
 
-from tritonmoe.architectures import load_quantization, load_spec
-from tritonmoe.config_reader import ConfigReader
+from tritonmoe.checkpoint.architectures import load_quantization, load_spec
+from tritonmoe.checkpoint.config_reader import ConfigReader
+from tritonmoe.checkpoint.loading import load_weights, published_storage
+from tritonmoe.checkpoint.published_formats import parse_quantization
 from tritonmoe.errors import CheckpointError, ConfigError
-from tritonmoe.loading import load_weights, published_storage
-from tritonmoe.matrices import row_slice, select
-from tritonmoe.published_formats import parse_quantization
-from tritonmoe.weights import PLAIN, ModelWeights, Storage
+from tritonmoe.model.matrices import row_slice, select
+from tritonmoe.model.weights import PLAIN, ModelWeights, Storage
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat, dequantize
 
 RECORD = json.loads((DATA / "published.json").read_text())

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from quantization_error import Restore, plain_int4, plain_mxfp4
 
-from tritonmoe.quantization import EXPERT_FORMATS, quantize
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS, quantize
 from tritonmoe_kernels.quantized import MXFP4_VALUES, QuantizedMatrix, WeightFormat, dequantize
 
 FORMATS = {
@@ -113,7 +113,7 @@ def test_pieces_of_a_matrix_are_the_pieces_of_its_result(
     """Also of a [2, rows, columns] tensor, of a view, and for every size of the inner chunks."""
     values = noise(2, 300, 352).bfloat16()
     whole = quantize(values, form)
-    monkeypatch.setattr("tritonmoe.quantization.CHUNK_ELEMENTS", 1000)
+    monkeypatch.setattr("tritonmoe.checkpoint.quantization.CHUNK_ELEMENTS", 1000)
     for i in range(2):
         split = [quantize(part, form) for part in values[i].split(pieces)]
         joined = [None if part[0] is None else torch.cat(part) for part in zip(*(q[1:] for q in split), strict=True)]

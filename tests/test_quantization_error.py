@@ -10,8 +10,8 @@ import pytest
 import quantization_error
 
 from tritonmoe import Engine
-from tritonmoe.placement import Placement
-from tritonmoe.quantization import EXPERT_FORMATS
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
+from tritonmoe.placement.loader import Placement
 
 IDS = [5, 9, 200, 17, 33, 8, 100, 259, 4, 77]
 

@@ -19,11 +19,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tritonmoe import Engine
-from tritonmoe.architectures import load_spec
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights, published_storage
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
 from tritonmoe.errors import CheckpointError, InputError
-from tritonmoe.loading import load_weights, published_storage
-from tritonmoe.quantization import EXPERT_FORMATS
-from tritonmoe.weights import ModelWeights, Storage, iter_tensors
+from tritonmoe.model.weights import ModelWeights, Storage, iter_tensors
 from tritonmoe_kernels.quantized import QuantizedMatrix, dequantize
 
 EVERY = pytest.mark.parametrize("name", EXPERT_FORMATS)

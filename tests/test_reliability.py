@@ -15,13 +15,13 @@ from conftest import TINY_CONFIG
 from test_architectures import parse
 from test_offload import DEVICE, POLICIES, SPECS, Offloaded, make_spec, noise
 
-from tritonmoe.decode_runner import DecodeRunner
 from tritonmoe.engine import Engine
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.placement import Placement
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import prefill_chunk
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import prefill_chunk
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.placement.loader import Placement
 
 TESTS = Path(__file__).resolve().parent
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []  # wherever it runs, on what is there

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from test_generate import run as run_command
 from test_trace import record
 
-from tritonmoe.policy import Policy, resolve
-from tritonmoe.trace import LayerRun, Trace, TraceHeader, read_trace
+from tritonmoe.offload.policy import Policy, resolve
+from tritonmoe.offload.trace import LayerRun, Trace, TraceHeader, read_trace
 
 RECORDED = {
     "on-demand": (resolve("on-demand"), "none"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tritonmoe.errors import InputError
-from tritonmoe.sampling import SamplingParams, sample, uniform
+from tritonmoe.generation.sampling import SamplingParams, sample, uniform
 
 HUGE = 1 << 20
 

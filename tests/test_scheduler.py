@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonmoe.counters import Counters
-from tritonmoe.scheduler import Scheduler, Wave
-from tritonmoe.slot_pool import Fetch, SlotPool
+from tritonmoe.offload.counters import Counters
+from tritonmoe.offload.scheduler import Scheduler, Wave
+from tritonmoe.offload.slot_pool import Fetch, SlotPool
 
 RECORD_BYTES = 1000
 

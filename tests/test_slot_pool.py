@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tritonmoe.slot_pool import FREE, HALF_LIFE, IN_FLIGHT, RESIDENT, Fetch, SlotPool
+from tritonmoe.offload.slot_pool import FREE, HALF_LIFE, IN_FLIGHT, RESIDENT, Fetch, SlotPool
 
 
 def filled(num_slots: int, eviction: str = "lru") -> SlotPool:

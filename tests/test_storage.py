@@ -11,17 +11,17 @@ import torch
 from conftest import TINY_CONFIG, tiny_tensors
 from test_loading import change_config, rewrite
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
 from tritonmoe.engine import Engine
 from tritonmoe.errors import InputError
-from tritonmoe.memory_plan import Budget, plan
-from tritonmoe.placement import Placement
-from tritonmoe.policy import resolve
-from tritonmoe.quantization import EXPERT_FORMATS
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.storage import AUTO, PUBLISHED, Divided, choose, resolve_storage
-from tritonmoe.weights import PLAIN, Storage
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.model.weights import PLAIN, Storage
+from tritonmoe.offload.policy import resolve
+from tritonmoe.placement.loader import Placement
+from tritonmoe.placement.memory_plan import Budget, plan
+from tritonmoe.placement.storage import AUTO, PUBLISHED, Divided, choose, resolve_storage
 from tritonmoe_kernels.quantized import MXFP4
 
 GPU, GIB = torch.device("cuda"), 1 << 30

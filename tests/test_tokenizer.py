@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from tritonmoe.errors import InputError, TokenizerError
-from tritonmoe.generation_config import sampling_defaults, stop_token_ids
-from tritonmoe.streaming import IncrementalDecoder, StopStringMatcher
-from tritonmoe.tokenizer import Tokenizer
+from tritonmoe.text.generation_config import sampling_defaults, stop_token_ids
+from tritonmoe.text.streaming import IncrementalDecoder, StopStringMatcher
+from tritonmoe.text.tokenizer import Tokenizer
 
 TEXTS = [
     "Hello world, hello there. The cat's hat — naïve façade.",

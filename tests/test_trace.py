@@ -18,15 +18,15 @@ from test_generate import ENVIRONMENT, refused
 from test_generate import run as run_command
 from test_offload import POLICIES, Offloaded, generate, make_spec, noise
 
-from tritonmoe.copy_engine import Copy, CopyEngine
 from tritonmoe.engine import Engine
 from tritonmoe.errors import InputError
 from tritonmoe.generate import main
-from tritonmoe.model import Decoder
-from tritonmoe.placement import Placement
-from tritonmoe.policy import Policy, resolve
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.trace import Trace, TraceRecorder, read_trace
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.offload.copy_engine import Copy, CopyEngine
+from tritonmoe.offload.policy import Policy, resolve
+from tritonmoe.offload.trace import Trace, TraceRecorder, read_trace
+from tritonmoe.placement.loader import Placement
 
 
 class InstantCopies(CopyEngine):

@@ -11,7 +11,7 @@ import pytest
 
 SCRIPT = """
 import torch, triton, triton.language as tl
-from tritonmoe.sampling import uniform
+from tritonmoe.generation.sampling import uniform
 
 @triton.jit
 def draw(out_ptr, seed, N: tl.constexpr):

@@ -18,7 +18,7 @@ import torch
 from provenance import ROOT, provenance
 
 from tritonmoe.memory import empty_tensor
-from tritonmoe.pinned_memory import register, unregister
+from tritonmoe.model.pinned_memory import register, unregister
 from tritonmoe_kernels.fetch import fetch
 
 OUTPUT = ROOT / "docs/measurements/fetch.json"

@@ -24,20 +24,20 @@ from bench.random_weights import SCALE, random_weights
 from bench_offload import EMBEDDING_SCALE, random_store
 from provenance import provenance
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
 from tritonmoe.errors import InputError, TritonMoeError
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.memory_plan import MemoryPlan
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.operations import operations
-from tritonmoe.placement import Loading, Placement, PredictionFiles, decide, make_predictor
-from tritonmoe.policy import Policy
-from tritonmoe.quantization import EXPERT_FORMATS
-from tritonmoe.spec import ModelSpec
-from tritonmoe.storage import resolve_storage
-from tritonmoe.weights import ModelWeights, Storage
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore
+from tritonmoe.model.operations import operations
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ModelWeights, Storage
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import Policy
+from tritonmoe.placement.loader import Loading, Placement, PredictionFiles, decide, make_predictor
+from tritonmoe.placement.memory_plan import MemoryPlan
+from tritonmoe.placement.storage import resolve_storage
 
 STEPS = 32
 SECONDS = 2.0  # for the timed steps, about

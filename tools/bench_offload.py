@@ -32,19 +32,19 @@ from bench.random_text import PREFILL_SECONDS, RandomText
 from bench.random_weights import SCALE, random_records, random_storage, random_weights
 from provenance import provenance
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
-from tritonmoe.counters import Counters
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
 from tritonmoe.errors import InputError, TritonMoeError
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.memory_plan import read_slots
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.operations import operations
-from tritonmoe.placement import make_predictor
-from tritonmoe.policy import Policy, minimum_slots, resolve
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import PLAIN, ModelWeights, Storage
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore
+from tritonmoe.model.operations import operations
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import PLAIN, ModelWeights, Storage
+from tritonmoe.offload.counters import Counters
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import Policy, minimum_slots, resolve
+from tritonmoe.placement.loader import make_predictor
+from tritonmoe.placement.memory_plan import read_slots
 
 POLICIES = ("on-demand", "exact", "router-pf")
 SIZES = ("minimum", "4%", "12%", "25%", "50%", "100%")

@@ -44,12 +44,12 @@ from bench.trace import PROFILED_STEPS, host_launches, profile_steps
 from bench_offload import EMBEDDING_SCALE, random_store
 from provenance import ROOT, provenance
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
 from tritonmoe.errors import InputError, TritonMoeError
-from tritonmoe.model import Decoder
-from tritonmoe.spec import ModelSpec
-from tritonmoe.storage import name_of
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.placement.storage import name_of
 
 POLICIES = ("on-demand", "exact", "router-pf")
 RATES = (50, 75, 90, 95)

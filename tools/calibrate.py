@@ -29,15 +29,15 @@ from tqdm import tqdm
 from nano.stories import tell
 from nano.tasks import training_items
 from tritonmoe import Engine
-from tritonmoe.default_vectors import DefaultVectors, model_identity, vector_shape
 from tritonmoe.engine import EMBEDDED
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-from tritonmoe.model import Decoder
-from tritonmoe.placement import Placement
-from tritonmoe.sampling import NOT_FINITE
-from tritonmoe.session import allocate_cache, prefill_chunk
-from tritonmoe.spec import ModelSpec
-from tritonmoe.tokenizer import Tokenizer
+from tritonmoe.generation.sampling import NOT_FINITE
+from tritonmoe.generation.session import allocate_cache, prefill_chunk
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.placement.loader import Placement
+from tritonmoe.prediction.default_vectors import DefaultVectors, model_identity, vector_shape
+from tritonmoe.text.tokenizer import Tokenizer
 
 WINDOW = 4096  # tokens that see each other, where the model's context is not shorter
 PIECE_CHARACTERS = 1 << 16  # of a file in memory at once

@@ -38,10 +38,10 @@ from tqdm import tqdm
 from nano.tasks import Task
 from tritonmoe import Engine, Generation, SamplingParams
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-from tritonmoe.hybrid import load_hybrid
-from tritonmoe.placement import HYBRID
-from tritonmoe.policy import RESIDENT
-from tritonmoe.trace import TraceRecorder, read_trace
+from tritonmoe.offload.policy import RESIDENT
+from tritonmoe.offload.trace import TraceRecorder, read_trace
+from tritonmoe.placement.loader import HYBRID
+from tritonmoe.prediction.hybrid import load_hybrid
 
 PARTS = ("prediction", "policies", "caches")
 BASELINE = Asked.parse(RESIDENT)

@@ -24,7 +24,7 @@ from provenance import provenance
 
 from tritonmoe import Engine, SamplingParams
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-from tritonmoe.placement import Placement
+from tritonmoe.placement.loader import Placement
 
 try:
     from lm_eval import evaluator, utils  # pyright: ignore[reportMissingImports]

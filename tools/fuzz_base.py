@@ -13,11 +13,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tritonmoe.default_vectors import DefaultVectors, model_identity
 from tritonmoe.engine import Engine, embedded_folder
-from tritonmoe.placement import DEFAULT_VECTORS, Placement
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.trace import TraceRecorder
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.offload.trace import TraceRecorder
+from tritonmoe.placement.loader import DEFAULT_VECTORS, Placement
+from tritonmoe.prediction.default_vectors import DefaultVectors, model_identity
 
 LAYERS, EXPERTS, VOCABULARY = 2, 4, 320
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")

@@ -19,13 +19,13 @@ from fuzz_base import INDEX, PROMPTS, SLOTS, Base, split_header, with_header
 from fuzz_directed import OTHER_FILES, Directed, other_files, replace_by
 from mutation import damage_arrays, damage_bytes, damage_json
 
-from tritonmoe import template_sandbox
-from tritonmoe.chat_template import ChatTemplate
 from tritonmoe.engine import Engine
 from tritonmoe.files import write_file
-from tritonmoe.placement import DEFAULT_VECTORS, Placement
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.tokenizer import Tokenizer
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.placement.loader import DEFAULT_VECTORS, Placement
+from tritonmoe.text import template_sandbox
+from tritonmoe.text.chat_template import ChatTemplate
+from tritonmoe.text.tokenizer import Tokenizer
 
 CHANGING = ("config.json", "tokenizer.json", "model.safetensors")
 TEMPLATE_SECONDS = 0.5  # the engine's ten would make a run of hostile templates long

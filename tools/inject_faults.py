@@ -30,13 +30,14 @@ import torch
 from provenance import ROOT, provenance
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonmoe import checkpoint, copy_engine
+from tritonmoe.checkpoint import tensor_files as checkpoint
 from tritonmoe.engine import Engine, embedded_folder
 from tritonmoe.errors import CheckpointError, InputError, TransferError, TritonMoeError
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.placement import Placement
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.trace import read_trace
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.offload import copy_engine
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.trace import read_trace
+from tritonmoe.placement.loader import Placement
 
 PLACEMENTS = {
     "resident": Placement(policy="resident"),

@@ -20,12 +20,12 @@ from provenance import ROOT, provenance
 from nano.corpus import held_out_passages, read_works
 from nano.tasks import read_test_file
 from tritonmoe import Engine
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError
-from tritonmoe.matrices import row_groups
-from tritonmoe.moe import Experts
-from tritonmoe.quantization import EXPERT_FORMATS, quantize
-from tritonmoe.weights import ExpertWeights
+from tritonmoe.model.matrices import row_groups
+from tritonmoe.model.moe import Experts
+from tritonmoe.model.weights import ExpertWeights
 from tritonmoe_kernels.quantized import MXFP4_VALUES, Matrix, WeightFormat, dequantize
 from tritonmoe_kernels.routing import NormRouterOutput
 

@@ -29,18 +29,18 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from tritonmoe.architectures import load_spec
-from tritonmoe.checkpoint import DTYPES, INDEX_NAME, TensorEntry, TensorReader
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.hub import resolve_model
+from tritonmoe.checkpoint.loading import open_source
+from tritonmoe.checkpoint.published_formats import LEAST_GROUP, PublishedFormat
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS, quantize
+from tritonmoe.checkpoint.targets import Order, Target
+from tritonmoe.checkpoint.tensor_files import DTYPES, INDEX_NAME, TensorEntry, TensorReader
 from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
-from tritonmoe.hub import resolve_model
-from tritonmoe.loading import open_source
-from tritonmoe.matrices import empty_matrix
-from tritonmoe.placement import DEFAULT_VECTORS
-from tritonmoe.published_formats import LEAST_GROUP, PublishedFormat
-from tritonmoe.quantization import EXPERT_FORMATS, quantize
-from tritonmoe.spec import ModelSpec
-from tritonmoe.targets import Order, Target
+from tritonmoe.model.matrices import empty_matrix
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.placement.loader import DEFAULT_VECTORS
 from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat
 
 SHARD_BYTES = 5 << 30

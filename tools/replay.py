@@ -23,15 +23,15 @@ import numpy as np
 import torch
 from provenance import provenance
 
-from tritonmoe.copy_engine import DEPTH, Copy, CopyEngine, Priority
-from tritonmoe.counters import Counters, LayerCounters
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-from tritonmoe.memory_plan import read_slots
-from tritonmoe.offload import SCAN_DEPTH, SCAN_SHARE
-from tritonmoe.policy import MAX_LOOKAHEAD
-from tritonmoe.scheduler import Plan, Scheduler, Wave
-from tritonmoe.slot_pool import EVICTIONS, SlotPool
-from tritonmoe.trace import LayerRun, Step, Trace, TraceHeader, read_trace
+from tritonmoe.offload.copy_engine import DEPTH, Copy, CopyEngine, Priority
+from tritonmoe.offload.counters import Counters, LayerCounters
+from tritonmoe.offload.experts import SCAN_DEPTH, SCAN_SHARE
+from tritonmoe.offload.policy import MAX_LOOKAHEAD
+from tritonmoe.offload.scheduler import Plan, Scheduler, Wave
+from tritonmoe.offload.slot_pool import EVICTIONS, SlotPool
+from tritonmoe.offload.trace import LayerRun, Step, Trace, TraceHeader, read_trace
+from tritonmoe.placement.memory_plan import read_slots
 
 PREDICTORS = ("none", "recorded", "previous-token", "oracle")
 NO_RECORD = torch.empty(0)  # the queue carries records; here nothing is copied

@@ -24,10 +24,10 @@ from provenance import provenance
 
 from tritonmoe.engine import Engine
 from tritonmoe.errors import TritonMoeError
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.placement import Placement
-from tritonmoe.policy import minimum_slots
-from tritonmoe.sampling import SamplingParams
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import minimum_slots
+from tritonmoe.placement.loader import Placement
 
 KINDS = ("single", "batch", "conversation", "batch", "abandoned")
 COMPARED = 1000  # tokens at either end

@@ -34,10 +34,10 @@ from bench_routing import add_options
 from provenance import ROOT, provenance
 from torch.profiler import ProfilerActivity, profile
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
 from tritonmoe.errors import TritonMoeError
-from tritonmoe.operations import operations
+from tritonmoe.model.operations import operations
 
 LAYERS = 3
 PROFILED_STEPS = 4

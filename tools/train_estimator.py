@@ -30,10 +30,10 @@ from prediction.subject import Subject
 from provenance import ROOT, provenance
 from tqdm import tqdm
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.default_vectors import model_identity
+from tritonmoe.checkpoint.architectures import parse_config
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-from tritonmoe.estimator import Estimator
+from tritonmoe.prediction.default_vectors import model_identity
+from tritonmoe.prediction.estimator import Estimator
 
 HELD_OUT_ONE_IN = 16
 LARGE_CONFIG = ROOT / "tools/bench/configs/qwen3-30b-a3b.json"

@@ -25,10 +25,10 @@ from bench.random_weights import random_weights
 from bench_kernels import replay_times
 from provenance import ROOT
 
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
 from tritonmoe_kernels import launch_table
 
 TABLE = ROOT / "kernels/tritonmoe_kernels/launch_table.json"

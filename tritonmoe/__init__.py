@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from tritonmoe.engine import Engine, Interrupted, TextStream
     from tritonmoe.errors import TritonMoeError
-    from tritonmoe.generation import Generation
-    from tritonmoe.sampling import SamplingParams
+    from tritonmoe.generation.row import Generation
+    from tritonmoe.generation.sampling import SamplingParams
 
 __all__ = ["Engine", "Generation", "Interrupted", "SamplingParams", "TextStream", "TritonMoeError"]
 __version__ = "0.1.0"

@@ -7,8 +7,8 @@ import sys
 
 from tritonmoe.engine import Engine
 from tritonmoe.errors import TritonMoeError
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import Session
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import Session
 
 HELP = "Type a message; /new starts over, /exit or Ctrl-D ends. Ctrl-C stops an answer."
 

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 from tritonmoe.chat import chat, emit
 from tritonmoe.engine import Engine, Interrupted, TextStream
 from tritonmoe.errors import EXIT_INTERRUPTED, InputError
-from tritonmoe.generation import Generation
-from tritonmoe.placement import Placement
-from tritonmoe.sampling import MIN_TEMPERATURE, SamplingParams
-from tritonmoe.trace import TraceRecorder
+from tritonmoe.generation.row import Generation
+from tritonmoe.generation.sampling import MIN_TEMPERATURE, SamplingParams
+from tritonmoe.offload.trace import TraceRecorder
+from tritonmoe.placement.loader import Placement
 
 SAMPLING_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
 FILTERS = ("top_k", "top_p", "min_p")

@@ -24,10 +24,10 @@ from huggingface_hub import constants
 import tritonmoe
 from tritonmoe import self_test
 from tritonmoe.errors import TritonMoeError
-from tritonmoe.expert_store import ExpertStore, RecordLayout
 from tritonmoe.memory import available_bytes, empty_tensor
-from tritonmoe.memory_plan import format_bytes
-from tritonmoe.operations import kernels
+from tritonmoe.model.expert_store import ExpertStore, RecordLayout
+from tritonmoe.model.operations import kernels
+from tritonmoe.placement.memory_plan import format_bytes
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub", "numpy")
 QUERY = {

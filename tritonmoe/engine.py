@@ -14,22 +14,22 @@ from typing import Any
 
 import torch
 
-from tritonmoe.architectures import load_spec
-from tritonmoe.chat_template import ChatTemplate
-from tritonmoe.check import StepCheck, make_check, read_option
-from tritonmoe.config_reader import read_json
-from tritonmoe.decode_runner import DecodeRunner
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.hub import resolve_model
 from tritonmoe.errors import ConfigError, InputError, is_out_of_memory
-from tritonmoe.generation import Generation, Row
-from tritonmoe.generation_config import sampling_defaults, stop_token_ids
-from tritonmoe.hub import resolve_model
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.model import Decoder
-from tritonmoe.placement import Loading, Placement, load_decoder
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import CacheMemory, Session, prefill_chunk, step_bytes
-from tritonmoe.spec import ModelSpec
-from tritonmoe.tokenizer import Tokenizer
+from tritonmoe.generation.check import StepCheck, make_check, read_option
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.row import Generation, Row
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import CacheMemory, Session, prefill_chunk, step_bytes
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.placement.loader import Loading, Placement, load_decoder
+from tritonmoe.text.chat_template import ChatTemplate
+from tritonmoe.text.generation_config import sampling_defaults, stop_token_ids
+from tritonmoe.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +98,7 @@ class Engine:
         bounds prompt plus generated tokens, by default as the model does. `progress` shows bars on stderr. `placement`
         says where experts live and how they are fetched; by default on the device where they fit, else in host memory;
         memory is divided for `batch_size` sequences of `max_context` tokens. `check` "slots" or "reference" runs one
-        decode step of 16 a second time and raises CheckError where that differs (`tritonmoe.check`); "slots:1" all.
+        decode step of 16 a second time and raises CheckError where that differs; "slots:1" all of them.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
         if check is not None:

@@ -25,7 +25,7 @@ from tritonmoe.errors import (
     is_out_of_memory,
     printable,
 )
-from tritonmoe.policy import CHOICES, PRESET_NAMES
+from tritonmoe.offload.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
   0    done

@@ -12,18 +12,18 @@ from typing import Any
 
 import torch
 
-from tritonmoe.architectures import load_spec
+from tritonmoe.checkpoint.architectures import load_spec
+from tritonmoe.checkpoint.loading import load_weights
 from tritonmoe.engine import Engine, embedded_folder
-from tritonmoe.estimator import NO_VECTORS, Estimator
-from tritonmoe.expert_store import ExpertStore
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.loading import load_weights
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.operations import REFERENCES, Operations
-from tritonmoe.placement import Placement, make_predictor
-from tritonmoe.policy import resolve
-from tritonmoe.sampling import SamplingParams
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore
+from tritonmoe.model.kv_cache import KVCache
+from tritonmoe.model.operations import REFERENCES, Operations
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import resolve
+from tritonmoe.placement.loader import Placement, make_predictor
+from tritonmoe.prediction.estimator import NO_VECTORS, Estimator
 from tritonmoe_kernels.references import route_topk_ref
 
 # Largest error relative to the largest value written, by dtype of the result.

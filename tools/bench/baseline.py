@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from bench.measure import synchronize
-from tritonmoe.checkpoint import TensorEntry
+from tritonmoe.checkpoint.targets import IN_ORDER, Order, make_targets
+from tritonmoe.checkpoint.tensor_files import TensorEntry
+from tritonmoe.checkpoint.tensor_names import canonical_name
 from tritonmoe.errors import InputError
-from tritonmoe.kv_cache import kv_bytes_per_token
 from tritonmoe.memory import require_memory
-from tritonmoe.model import Decoder
-from tritonmoe.targets import IN_ORDER, Order, make_targets
-from tritonmoe.tensor_names import canonical_name
-from tritonmoe.weights import iter_tensors
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.kv_cache import kv_bytes_per_token
+from tritonmoe.model.weights import iter_tensors
 from tritonmoe_kernels.quantized import Matrix
 
 # Both can be captured; the plain loop over experts ("eager") asks the host which experts were hit. Prefill uses the

@@ -20,15 +20,15 @@ from bench.ours import Ours
 from bench.random_weights import random_storage, random_weights
 from bench.routing import probe
 from bench.trace import profile_steps
-from tritonmoe.architectures import parse_config
-from tritonmoe.config_reader import read_json
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
+from tritonmoe.checkpoint.hub import resolve_model
+from tritonmoe.checkpoint.loading import load_weights, published_storage
 from tritonmoe.engine import EMBEDDED, embedded_folder, resolve_device, resolve_dtype
 from tritonmoe.errors import InputError, TritonMoeError
-from tritonmoe.hub import resolve_model
-from tritonmoe.loading import load_weights, published_storage
-from tritonmoe.model import Decoder
-from tritonmoe.storage import PUBLISHED, name_of, resolve_storage
-from tritonmoe.weights import Storage, weight_bytes
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.weights import Storage, weight_bytes
+from tritonmoe.placement.storage import PUBLISHED, name_of, resolve_storage
 
 DESCRIPTION = """\
 Time prefill and decoding: TTFT, TPOT, tokens/s, memory, and the share of the floor that the bytes of weights and KV

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tritonmoe.matrices import parts
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import PLAIN, Storage, allocate, iter_tensors
+from tritonmoe.model.matrices import parts
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import PLAIN, Storage, allocate, iter_tensors
 
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 256 << 20}  # of each of two buffers; far beyond the caches of either
 COPIES = 10

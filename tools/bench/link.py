@@ -10,8 +10,8 @@ from functools import partial
 import torch
 
 from bench.measure import synchronize
-from tritonmoe.copy_engine import Copy, CopyEngine, Priority, StreamCopies, ThreadCopies, copy_engine
 from tritonmoe.errors import InputError
+from tritonmoe.offload.copy_engine import Copy, CopyEngine, Priority, StreamCopies, ThreadCopies, copy_engine
 
 MakeCopies = Callable[[torch.Tensor, Callable[[int, int], object]], CopyEngine]
 SLEEP_CYCLES = 20_000_000  # about 10 ms of a GPU

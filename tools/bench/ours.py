@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from tritonmoe.decode_runner import DecodeRunner
-from tritonmoe.model import Decoder
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import allocate_cache, prefill_chunk
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import allocate_cache, prefill_chunk
+from tritonmoe.model.decoder import Decoder
 
 
 class Ours:

@@ -7,10 +7,10 @@ import time
 import torch
 
 from bench.measure import synchronize
-from tritonmoe.decode_runner import DecodeRunner
-from tritonmoe.model import Decoder
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import allocate_cache, prefill_chunk
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import allocate_cache, prefill_chunk
+from tritonmoe.model.decoder import Decoder
 
 # Untimed, at most: they compile, capture, fill slots as decoding does, and show the engine what prefetching brings.
 WARM_STEPS = 96

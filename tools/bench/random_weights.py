@@ -7,11 +7,11 @@ from collections.abc import Iterator
 
 import torch
 
-from tritonmoe.expert_store import ExpertStore, RecordLayout
 from tritonmoe.memory import require_memory
-from tritonmoe.spec import ModelSpec
-from tritonmoe.storage import name_of, resolve_storage
-from tritonmoe.weights import PLAIN, ModelWeights, Storage, allocate, weight_bytes
+from tritonmoe.model.expert_store import ExpertStore, RecordLayout
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import PLAIN, ModelWeights, Storage, allocate, weight_bytes
+from tritonmoe.placement.storage import name_of, resolve_storage
 from tritonmoe_kernels.quantized import INT4_MIDDLE, Matrix, QuantizedMatrix
 
 SCALE = 0.02  # `initializer_range` of nearly every published model

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from bench.ours import Ours
-from tritonmoe.model import Decoder
+from tritonmoe.model.decoder import Decoder
 
 PROBED_STEPS = 4
 

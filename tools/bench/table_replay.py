@@ -13,21 +13,21 @@ import torch
 from bench.measure import synchronize
 from bench.random_weights import SCALE, fill_records
 from bench.synthetic_routing import Shape, SyntheticRouting, make_routing
-from tritonmoe.copy_engine import CopyEngine, copy_engine
-from tritonmoe.decode_runner import DecodeRunner
-from tritonmoe.device_scheduler import RoutingTables, device_addresses
 from tritonmoe.errors import InputError
-from tritonmoe.expert_store import ExpertStore, RecordLayout
-from tritonmoe.memory_plan import read_slots
-from tritonmoe.model import Decoder
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.operations import operations
-from tritonmoe.placement import make_predictor
-from tritonmoe.policy import Policy, minimum_slots, resolve
-from tritonmoe.sampling import SamplingParams
-from tritonmoe.session import allocate_cache
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import ModelWeights
+from tritonmoe.generation.decode_runner import DecodeRunner
+from tritonmoe.generation.sampling import SamplingParams
+from tritonmoe.generation.session import allocate_cache
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.expert_store import ExpertStore, RecordLayout
+from tritonmoe.model.operations import operations
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import ModelWeights
+from tritonmoe.offload.copy_engine import CopyEngine, copy_engine
+from tritonmoe.offload.device_scheduler import RoutingTables, device_addresses
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import Policy, minimum_slots, resolve
+from tritonmoe.placement.loader import make_predictor
+from tritonmoe.placement.memory_plan import read_slots
 from tritonmoe_kernels.fetch_reference import RECORD_ALIGNMENT
 
 EVERYTHING, MINIMUM = "everything", "minimum"

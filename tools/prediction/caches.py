@@ -8,8 +8,8 @@ from typing import Any
 
 from replay import Setting, replay
 
-from tritonmoe.slot_pool import EVICTIONS
-from tritonmoe.trace import Trace
+from tritonmoe.offload.slot_pool import EVICTIONS
+from tritonmoe.offload.trace import Trace
 
 
 def cache_rows(trace: Trace, shares: Sequence[float], popularity: dict[tuple[int, int], int]) -> list[dict[str, Any]]:

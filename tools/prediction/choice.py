@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tritonmoe.hybrid import CHOICES, HybridChoice
+from tritonmoe.prediction.hybrid import CHOICES, HybridChoice
 
 MARGIN = 0.01
 RULE = f"of {', '.join(CHOICES)}, the first whose recall is at most {MARGIN} below the layer's best"

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from tritonmoe.spec import ModelSpec
-from tritonmoe.weights import weight_bytes
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.model.weights import weight_bytes
 
 TRAINING_FLOPS = 6  # for a weight and a state: forward, and twice as much backward
 FORWARD_FLOPS = 2

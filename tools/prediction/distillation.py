@@ -16,9 +16,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from tritonmoe.estimator import Estimator
-from tritonmoe.model import Decoder
-from tritonmoe.predictors import RouterPredictor
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.prediction.estimator import Estimator
+from tritonmoe.prediction.predictors import RouterPredictor
 from tritonmoe_kernels.estimate_reference import EstimatorWeights, estimate_ref
 
 from .routings import Chunk

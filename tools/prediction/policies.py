@@ -13,9 +13,9 @@ import torch
 from nano.tasks import Task, score
 from tritonmoe import Engine, Generation, SamplingParams
 from tritonmoe.errors import InputError
-from tritonmoe.offload import OffloadedExperts
-from tritonmoe.placement import Placement
-from tritonmoe.policy import RESIDENT, Policy, resolve
+from tritonmoe.offload.experts import OffloadedExperts
+from tritonmoe.offload.policy import RESIDENT, Policy, resolve
+from tritonmoe.placement.loader import Placement
 
 from . import scoring
 from .scoring import Pair

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonmoe.predictors import Predictor
+from tritonmoe.prediction.predictors import Predictor
 from tritonmoe_kernels.routing import NormRouterOutput, SpeculateOutput
 
 from .routings import Chunk

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tritonmoe.model import Decoder
-from tritonmoe.session import allocate_cache, prefill_chunk
+from tritonmoe.generation.session import allocate_cache, prefill_chunk
+from tritonmoe.model.decoder import Decoder
 from tritonmoe_kernels.routing import NormRouterOutput
 
 

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import torch
 
 from tritonmoe import Engine
-from tritonmoe.kv_cache import KVCache
-from tritonmoe.session import allocate_cache, prefill_chunk
+from tritonmoe.generation.session import allocate_cache, prefill_chunk
+from tritonmoe.model.kv_cache import KVCache
 
 
 class Pair(NamedTuple):

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from tritonmoe.estimator import Estimator
-from tritonmoe.predictors import RouterPredictor
-from tritonmoe.weights import ModelWeights, iter_tensors
+from tritonmoe.model.weights import ModelWeights, iter_tensors
+from tritonmoe.prediction.estimator import Estimator
+from tritonmoe.prediction.predictors import RouterPredictor
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import NormRouterOutput, SpeculateOutput
 

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from tritonmoe import Engine
-from tritonmoe.default_vectors import DefaultVectors, load_default_vectors
+from tritonmoe.checkpoint.hub import resolve_model
 from tritonmoe.engine import EMBEDDED, embedded_folder
-from tritonmoe.estimator import NO_VECTORS, Estimator, load_estimator
-from tritonmoe.hub import resolve_model
-from tritonmoe.model import Decoder
-from tritonmoe.operations import operations
-from tritonmoe.placement import DEFAULT_VECTORS, ESTIMATOR, Placement
-from tritonmoe.predictors import RouterPredictor
+from tritonmoe.model.decoder import Decoder
+from tritonmoe.model.operations import operations
+from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, Placement
+from tritonmoe.prediction.default_vectors import DefaultVectors, load_default_vectors
+from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, load_estimator
+from tritonmoe.prediction.predictors import RouterPredictor
 
 WINDOW = 1024  # tokens that see each other, where the model's context is not shorter
 

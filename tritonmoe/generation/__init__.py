@@ -1,0 +1,1 @@
+"""Tokens: sequences being continued, decode steps, sampling."""

@@ -1,0 +1,1 @@
+"""Experts in host memory: what to fetch, into which slot, and how."""

@@ -1,0 +1,415 @@
+"""The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
+
+Three branches of one captured step, T tokens:
+
+    main   router(l) -> plan_demand(l) -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> combine -> …
+    side   after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
+    fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
+
+router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
+plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1. It is on the main branch although
+experts that are there could begin without it: beside them it would take three times as long to see what is missing
+(docs/log.md).
+
+The two copies of the pool's state, the host's `SlotPool` and this one, take turns: `load` before a generation's decode
+steps, `store` before anything else uses the slots.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from tritonmoe.errors import TransferError
+from tritonmoe.model.expert_store import ExpertStore, expert_name, not_arrived
+from tritonmoe.model.operations import Operations
+from tritonmoe.model.pinned_memory import device_address
+from tritonmoe.model.spec import ModelSpec
+from tritonmoe.offload.counters import Counters
+from tritonmoe.offload.policy import Policy
+from tritonmoe.offload.prefetch_guard import PrefetchGuard
+from tritonmoe.offload.slot_pool import SlotPool
+from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
+from tritonmoe_kernels.planner_state import FREE, HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
+from tritonmoe_kernels.routing import NormRouterOutput
+
+GUARD_STEPS = 32  # between two looks of the guard
+GLIMPSE_S = 5.0  # for a few kilobytes from a device that may be stuck
+
+
+class RoutingTables(NamedTuple):
+    """Ids that take the place of what routers say, step by step; for measurements. int32, ids from 0 to E - 1."""
+
+    routed: torch.Tensor  # [steps, layers, T, K]
+    foretold: torch.Tensor  # [steps, layers, T, M]
+
+
+class SlotIds(NamedTuple):
+    """The slots of a layer's routed experts, [T, K] int32 each, -1 elsewhere."""
+
+    hits: torch.Tensor
+    misses: torch.Tensor
+    all: torch.Tensor
+
+
+class DeviceScheduler:
+    """Plans and fetches for batches of one size."""
+
+    def __init__(
+        self,
+        ops: Operations,
+        spec: ModelSpec,
+        store: ExpertStore,
+        buffer: torch.Tensor,
+        addresses: dict[int, int],
+        policy: Policy,
+        batch: int,
+        tables: RoutingTables | None = None,
+    ) -> None:
+        """`buffer` [S, N] are the slots; `addresses` says where a layer's records begin for the device."""
+        self._ops, self._buffer, self._policy, self._tables = ops, buffer, policy, tables
+        self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
+        self._record_bytes = store.layout.num_bytes
+        self._top_k = max(moe.num_experts_per_tok for moe in spec.moe_layers.values())
+        self.batch, self._moe_layers = batch, list(spec.moe_layers)
+        most = 0 if policy.predictor == "none" else min(self._num_experts, self._top_k + policy.candidates)
+        device, num_layers = buffer.device, len(spec.layers)
+        with torch.inference_mode(False):  # the state outlives the mode of whoever runs the first step
+            self.state = PlannerState.allocate(
+                num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
+            )
+            # A layer is foretold once at every distance, each into a list of its own: the last may still be copied.
+            self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
+            bases = [addresses.get(layer, 0) for layer in range(num_layers)]
+            self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
+            self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            # Of the step before, for the predictor of that name.
+            self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            self._recall = torch.zeros(num_layers, 8, dtype=torch.int64, device=device)  # 5 used: rows of 64 bytes
+            # To look at the state beside a step that does not end, when nothing can be allocated any more.
+            if device.type == "cuda":
+                watched = (self.state.key_of, self.state.copy_epoch, self.state.landed)
+                self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
+                self._watch = torch.cuda.Stream(device)
+        self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
+        # Before the main branch, whose next kernel has enough programs to keep others waiting.
+        self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
+        self._counted_tick = 0  # whose counts `collect` has added
+        self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
+        self._guard = self._new_guard() if policy.guards_prefetch else None
+        self._steps = 0
+        self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
+        self._demand: object = None  # when the layer's demand has been fetched
+        self._kept: object = None  # what the side branch reads, until it is joined
+
+    def load(self, pool: SlotPool) -> None:
+        """Take over the pool's slots, of which none may be in flight or pinned."""
+        state, clock = self.state, max(1, pool.clock)
+        is_mapped = torch.from_numpy(pool.key_of >= 0)
+        score = torch.from_numpy(pool.score)
+        # A score is that of a use at some tick, and with lfu num_layers more for every use: by then, not by now.
+        later = (score - clock).clamp(min=0)
+        used_at = score - pool.num_layers * -(-later // pool.num_layers)
+        if pool.eviction == "lfu":
+            state.uses.copy_(torch.from_numpy(pool.uses))
+            state.uses_period.fill_(clock // (HALF_LIFE * pool.num_layers))
+        state.slot_of.copy_(torch.from_numpy(pool.slot_of))
+        state.key_of.copy_(torch.from_numpy(pool.key_of))
+        # A guess that nobody used has no layer to wait for any more: it goes first, as one that was wrong.
+        state.score.copy_(torch.where(is_mapped, torch.where(score > 0, score, 1), FREE))
+        state.used_at.copy_(torch.where(is_mapped, used_at.clamp(min=1), 0))
+        epoch = torch.where(is_mapped, 2 * clock, 0)
+        state.copy_epoch.copy_(epoch)
+        state.landed.copy_(epoch)
+        state.guess.zero_()
+        state.num_guesses.zero_()
+        header = torch.zeros(len(state.header), dtype=torch.int64)
+        header[Header.TICK] = clock
+        header[Header.QUEUE_HEAD : Header.QUEUE_END + 1] = state.queue_capacity  # nothing queued: the first plan looks
+        state.header.copy_(header)
+        self._last_ids.fill_(-1)
+        self._foretold.clear()
+        self._side.reset()
+        self._fetch.reset()
+        self._demand = self._kept = None
+        self._counted_tick = clock
+        if self._guard is not None:
+            self._guard, self._look = self._new_guard(), None
+            state.limit.fill_(NO_LIMIT)
+
+    def store(self, pool: SlotPool) -> None:
+        """Hand the slots back; waits for what is under way."""
+        self.settle()
+        header = self.state.header.tolist()
+        key_of = self.state.key_of.cpu().numpy().astype(np.int64)
+        is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
+        score = np.maximum(self.state.score.cpu().numpy(), 0)
+        uses = self.state.uses.cpu().numpy() >> (
+            header[Header.TICK] // (HALF_LIFE * pool.num_layers) - self.state.uses_period.cpu().numpy()
+        )
+        pool.adopt(np.where(is_resident, key_of, -1), score, uses, header[Header.TICK])
+
+    def settle(self) -> None:
+        """Wait for whatever was launched; TransferError that names what has not arrived, where that takes too long."""
+        if not self._buffer.is_cuda:
+            return
+        self._side.abandon()  # an interrupted step may have left launches that nobody waits for
+        self._fetch.abandon()
+        event = torch.cuda.Event()
+        event.record()
+        await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=lambda: not_arrived(self.outstanding()))
+        torch.cuda.synchronize(self._buffer.device)
+
+    def outstanding(self) -> list[str]:
+        """The experts whose copy was planned and has not landed, as far as the device still tells."""
+        found = [self.state.key_of, self.state.copy_epoch, self.state.landed]
+        if self._buffer.is_cuda:
+            with torch.cuda.stream(self._watch):  # beside whatever is stuck
+                for landing, tensor in zip(self._landing, found, strict=True):
+                    landing.copy_(tensor, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+            try:
+                await_until(event.query, "a look at the planner's state", GLIMPSE_S)
+            except TransferError:
+                return ["the device does not say what"]
+            found = self._landing
+        key_of, planned, landed = (tensor.numpy() for tensor in found)
+        keys = key_of[(key_of >= 0) & (planned != landed)].tolist()
+        return [expert_name(*divmod(key, self._num_experts)) for key in keys]
+
+    def resident(self, layer_id: int) -> np.ndarray:
+        """[E]: the slots of the layer's experts, -1 where one is not resident; waits for the device."""
+        slots = self.state.slot_of[layer_id].cpu().numpy()
+        is_resident = (self.state.landed == self.state.copy_epoch).cpu().numpy()
+        return np.where((slots >= 0) & is_resident[slots], slots, -1)
+
+    def collect(self, counters: Counters) -> None:
+        """Add what was counted since the last call."""
+        header = self.state.header.tolist()
+        if header[Header.ERROR]:
+            raise RuntimeError("no slot could be had for an expert that is needed: the last outputs are wrong")
+        tick = header[Header.TICK]
+        steps, self._counted_tick = (tick - self._counted_tick) // len(self._moe_layers), tick
+        if steps:
+            counters.tokens += steps * self.batch
+            counters.wait_s = None
+        total, recall = self.state.counters.cpu().numpy().copy(), self._recall.tolist()
+        counts, self._collected = (total - self._collected).tolist(), total
+        for layer, row, foretold in zip(counters.layers, counts, recall, strict=True):
+            layer.routed += row[Counter.ROUTED]
+            layer.hits += row[Counter.HITS]
+            layer.late += row[Counter.LATE]
+            layer.demand += row[Counter.DEMAND]
+            layer.prefetched += row[Counter.PREFETCHED]
+            layer.prefetched_used += row[Counter.PREFETCHED_USED]
+            layer.prefetched_wasted += row[Counter.PREFETCHED_WASTED]
+            layer.cancelled += row[Counter.CANCELLED]
+            layer.left_out += row[Counter.LEFT_OUT]
+            layer.left_out_mass += row[Counter.LEFT_OUT_MASS] * MASS_UNIT
+            moved = row[Counter.DEMAND_BYTES] + row[Counter.PREFETCH_BYTES]
+            whole = row[Counter.DEMAND] + row[Counter.PREFETCHED] - row[Counter.CANCELLED]
+            layer.cancelled_bytes += moved - whole * self._record_bytes
+            layer.speculated += foretold[0]
+            layer.speculated_right += foretold[1]
+            layer.speculated_routed += foretold[2]
+            layer.gate_mass_right += foretold[3] * MASS_UNIT
+            layer.gate_mass += foretold[4] * MASS_UNIT
+        self._recall.zero_()
+
+    def step_launched(self) -> None:
+        """Now and then have the guard look at what the device has counted, without waiting for it."""
+        if self._guard is None:
+            return
+        if self._look is not None and (self._look[1] is None or self._look[1].query()):
+            if self._guard.look(*self._prefetched(self._look[0].numpy())):
+                limits = torch.from_numpy(np.where(self._guard.is_off, 0, NO_LIMIT).astype(np.int32))
+                self.state.limit.copy_(limits.pin_memory() if self._buffer.is_cuda else limits, non_blocking=True)
+            self._look = None
+        self._steps += 1
+        if self._look is None and self._steps % GUARD_STEPS == 0:
+            self._look = self._to_host(self.state.counters)
+
+    def guard_line(self) -> str | None:
+        """What to print if fetching ahead was stopped anywhere."""
+        return None if self._guard is None else self._guard.line()
+
+    def _new_guard(self) -> PrefetchGuard:
+        return PrefetchGuard(self._record_bytes, *self._prefetched(self.state.counters.cpu().numpy()))
+
+    def _prefetched(self, counters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes fetched ahead for each layer so far that were used, and that were not."""
+        whole = counters[:, Counter.PREFETCHED] - counters[:, Counter.CANCELLED]
+        partly = counters[:, Counter.PREFETCH_BYTES] - whole * self._record_bytes  # below 0 while copies are under way
+        used = counters[:, Counter.PREFETCHED_USED] * self._record_bytes
+        return used, counters[:, Counter.PREFETCHED_WASTED] * self._record_bytes + np.maximum(partly, 0)
+
+    @staticmethod
+    def _to_host(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+        """A copy on the host, complete once the event is."""
+        if not tensor.is_cuda:
+            return tensor.clone(), None
+        landing = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        landing.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return landing, event
+
+    def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
+        """Give every routed expert a slot, and fetch what is missing beside what is launched next.
+
+        `hits` of the result can be computed with at once, the others behind `await_demand`.
+        """
+        state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
+        table = None if self._tables is None else self._tables.routed
+        self._ops.plan_demand(
+            state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
+        )
+        with self._fetch.fork() as branch:
+            self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
+        self._demand = branch.done
+        return ids
+
+    def await_demand(self) -> None:
+        """What is launched from here on finds the layer's experts in their slots."""
+        self._fetch.join(self._demand)
+
+    @contextlib.contextmanager
+    def beside(self, routed: NormRouterOutput) -> Iterator[None]:
+        """What is launched inside runs beside what follows, until the next `join`; `routed` is held until then."""
+        self._kept = routed
+        with self._side.fork():
+            yield
+
+    def look_ahead(self, layer_id: int, routed: NormRouterOutput, guesses: dict[int, torch.Tensor]) -> None:
+        """Fetch ahead what is foretold, ids [T, M] by later layer; after the layer's `plan`."""
+        later = [layer for layer in self._moe_layers if layer > layer_id]
+        if self._policy.predictor == "previous-token":
+            guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
+        num_routed = min(self._num_experts, self.batch * self._top_k)
+        table = None if self._tables is None else self._tables.foretold
+        with self._side.fork():
+            for target, ids in guesses.items():
+                distance = later.index(target) + 1
+                state = self._ahead[distance - 1]
+                self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
+                with self._fetch.fork():
+                    self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
+            foretold = self._foretold.pop(layer_id, None)
+            if foretold is not None and self._tables is None and self._policy.execute == "routed":
+                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
+            if self._policy.predictor == "previous-token":
+                self._last_ids[layer_id].copy_(routed.topk_ids)
+        self._foretold.update(guesses)
+
+    def join(self) -> None:
+        """Order what is launched from here on behind the side branch."""
+        self._side.join()
+        self._kept = None
+
+    def end(self) -> None:
+        """The last layer's computation is launched: every branch ends here."""
+        self.join()
+        self._fetch.join()
+        if self._tables is not None:
+            self.state.header[Header.STEP].add_(1)
+
+    def abandon(self) -> None:
+        """Have every branch end here, whatever it was doing: a capture failed."""
+        self._side.abandon()
+        self._fetch.abandon()
+
+    def _other_list(self) -> PlannerState:
+        """The same state with a prefetch list of its own."""
+        names = ("prefetch_key", "prefetch_slot", "prefetch_epoch", "prefetch_arrivals", "num_prefetch")
+        return self.state._replace(**{name: torch.zeros_like(getattr(self.state, name)) for name in names})
+
+    def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
+        lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]
+        counted = slice(layer_id, layer_id + 1)
+        self._ops.fetch(
+            *lists,
+            getattr(state, f"num_{kind}")[counted],
+            getattr(state, f"{kind}_arrivals")[layer_id],
+            self._bases,
+            self._num_experts,
+            self._record_bytes,
+            self._buffer,
+            state.copy_epoch,
+            state.landed,
+            state.counters[layer_id, column : column + 1],
+            is_speculative=kind == "prefetch",
+        )
+
+
+class _Branch:
+    """Launches beside the current stream; on a CPU, where nothing runs beside, in place."""
+
+    done: object = None  # when what was forked last is complete
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[_Branch]:
+        """What is launched inside runs behind the current stream's launches so far and those of earlier forks."""
+        yield self
+
+    def join(self, done: object = None) -> None:
+        """What is launched from here on runs behind the branch, or behind what it had launched when it was `done`."""
+
+    def abandon(self) -> None:
+        """`join`, in whatever state a failure left the branch."""
+
+    def reset(self) -> None:
+        """Nothing launched before is awaited any more."""
+
+
+class _StreamBranch(_Branch):
+    def __init__(self, device: torch.device, priority: int) -> None:
+        self._stream = torch.cuda.Stream(device, priority=priority)
+        self._is_forked = False
+
+    @contextlib.contextmanager
+    def fork(self) -> Iterator[_Branch]:
+        self._is_forked = True
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield self
+        self.done = torch.cuda.Event()
+        self.done.record(self._stream)
+
+    def join(self, done: object = None) -> None:
+        event = self.done if done is None else done
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(event)
+        if event is self.done:
+            self.done, self._is_forked = None, False
+
+    def abandon(self) -> None:
+        if self._is_forked:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        self.reset()
+
+    def reset(self) -> None:
+        self.done, self._is_forked = None, False
+
+
+def _branch(device: torch.device, priority: int) -> _Branch:
+    return _StreamBranch(device, priority) if device.type == "cuda" else _Branch()
+
+
+def device_addresses(store: ExpertStore, device: torch.device) -> dict[int, int] | str:
+    """Where each layer's records begin for kernels of the device, or why they cannot read them."""
+    if device.type != "cuda":
+        return store.addresses()
+    if not store.is_pinned:
+        return "the experts are not in pinned memory"
+    found = {}
+    for layer, address in store.addresses().items():
+        mapped = device_address(address)
+        if isinstance(mapped, str):
+            return mapped
+        found[layer] = mapped
+    return found

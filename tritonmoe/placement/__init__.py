@@ -1,0 +1,1 @@
+"""Where experts live, in how many bits, by the arithmetic of memory."""

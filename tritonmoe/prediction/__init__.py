@@ -1,0 +1,1 @@
+"""Which experts a later layer will want."""

@@ -1,0 +1,1 @@
+"""The text side of a model's files."""
