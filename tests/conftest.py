@@ -42,6 +42,10 @@ TINY_CONFIG = {
 }
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "test_interpreted" not in item.nodeid)  # it takes minutes, beside which the rest runs
+
+
 def tiny_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
     """Random weights of `TINY_CONFIG` under their published names."""
     generator = torch.Generator().manual_seed(seed)
