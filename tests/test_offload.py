@@ -74,7 +74,7 @@ def estimator(spec: ModelSpec) -> Estimator:
 def kinds_of(policy: Policy, spec: ModelSpec) -> dict[int, str]:
     later = list(spec.moe_layers)[1:]
     if policy.predictor == "hybrid":
-        return dict(zip(later, itertools.cycle(["estimator", "residual", "quasi-hidden"])))  # noqa: B905 - cycles
+        return dict(zip(later, itertools.cycle(["estimator", "residual", "quasi-hidden"])))
     return dict.fromkeys(later, policy.predictor)
 
 
