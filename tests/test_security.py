@@ -75,8 +75,8 @@ def watch(event, arguments):
         import os; os._exit(9)
 sys.addaudithook(watch)
 import pkgutil, importlib, tritonmoe
-for module in pkgutil.iter_modules(tritonmoe.__path__):
-    importlib.import_module(f"tritonmoe.{module.name}")
+for module in pkgutil.walk_packages(tritonmoe.__path__, "tritonmoe."):
+    importlib.import_module(module.name)
 from tritonmoe.generate import main
 sys.exit(main(["Once upon a time", "--max-new-tokens", "3", "--chat"]))
 """

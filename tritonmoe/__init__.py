@@ -27,9 +27,9 @@ if "OMP_WAIT_POLICY" not in os.environ:
 
 _MODULES = {
     "Engine": "engine",
-    "Generation": "generation",
+    "Generation": "generation.row",
     "Interrupted": "engine",
-    "SamplingParams": "sampling",
+    "SamplingParams": "generation.sampling",
     "TextStream": "engine",
     "TritonMoeError": "errors",
 }
