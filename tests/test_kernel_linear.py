@@ -104,7 +104,7 @@ def test_model_shapes(units: int, hidden: int, has_norm: bool, dtype: torch.dtyp
     [
         ({"x": torch.ones(17, 8)}, "17 tokens"),
         ({"x": torch.ones(1, 7)}, "x has shape"),
-        ({"x": torch.ones(1, 8, dtype=torch.float16)}, "x is torch.float16"),
+        ({"x": torch.ones(1, 8, dtype=torch.float16)}, "weight is torch.float32, expected torch.float16"),
         ({"bias": torch.ones(4)}, "bias has shape"),
         ({"norm_weight": torch.ones(3)}, "norm_weight has shape"),
         ({"out": torch.ones(1, 4)}, "out has shape"),

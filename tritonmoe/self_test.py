@@ -33,6 +33,7 @@ STEPS = 3
 PROMPT = "Once upon a time"
 # Arguments that are not compared: scratch means nothing after a call, and other slots may be filled during it.
 LEFT_OUT = {"counter", "workspace", "gate_up", "down", "gate_up_bias", "down_bias"}
+WITHOUT_OUT = {"norm_router", "speculate", "estimate"}  # whose references return what they make
 ESTIMATOR_WIDTH = 32
 SLOTS = 16  # few: all of them are copied for every call
 
@@ -60,6 +61,8 @@ class Twins:
             expected = reference(**copies)
             if name in ("norm_router", "speculate"):
                 expected = _chosen_by(_on_host(result), expected, copies)
+            if name in WITHOUT_OUT:
+                given.pop("out", None)
             if all(result is not value for value in given.values()):
                 self._compare(name, "result", None, _on_host(result), expected)
             for argument, value in given.items():
