@@ -47,7 +47,7 @@ def test_five_hundred_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert sum(kind["accepted"] for kind in found["kinds"].values()) > 10  # some damage does no harm
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"changing"}))  # those are damaged while they are read
 def test_undamaged_files_are_accepted(kind: str, base: Base, tmp_path: Path) -> None:
     """Else a fuzzer would only see its own mistakes."""
     base.lay_out(tmp_path, base.sharded if kind == "index" else base.model)
