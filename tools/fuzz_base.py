@@ -16,8 +16,9 @@ from safetensors.torch import save_file
 from tritonmoe.engine import Engine, embedded_folder
 from tritonmoe.generation.sampling import SamplingParams
 from tritonmoe.offload.trace import TraceRecorder
-from tritonmoe.placement.loader import DEFAULT_VECTORS, Placement
+from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, Placement
 from tritonmoe.prediction.default_vectors import DefaultVectors, model_identity
+from tritonmoe.prediction.estimator import Estimator
 
 LAYERS, EXPERTS, VOCABULARY = 2, 4, 320
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -64,7 +65,10 @@ class Base:
         counts = torch.ones(len(spec.moe_layers), EXPERTS, dtype=torch.int64)
         sums = torch.randn(*counts.shape, spec.hidden_size, generator=torch.Generator().manual_seed(0)).double()
         identity = model_identity(spec, engine.decoder.weights)
-        DefaultVectors.from_sums(sums, counts).save(self.model / DEFAULT_VECTORS, identity, "none")
+        vectors = DefaultVectors.from_sums(sums, counts)
+        vectors.save(self.model / DEFAULT_VECTORS, identity, "none")
+        estimator = Estimator.initial(spec, 16, 16, corrects=True, vectors=vectors.identity, seed=0)
+        estimator.save(self.model / ESTIMATOR, identity, {})
         engine.close()
         engine = Engine.from_pretrained(self.model, device="cpu", placement=SLOTS)
         with TraceRecorder(self.trace).attach(engine.decoder):
