@@ -17,9 +17,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from random import Random
-from typing import NoReturn
 
 import torch
+from command_line import Parser, run_command
 from prediction import subject
 from prediction.choice import choose
 from prediction.recall import measure
@@ -30,7 +30,7 @@ from nano.stories import tell
 from nano.tasks import training_items
 from tritonmoe import Engine
 from tritonmoe.engine import EMBEDDED
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.generation.sampling import NOT_FINITE
 from tritonmoe.generation.session import allocate_cache, prefill_chunk
 from tritonmoe.model.decoder import Decoder
@@ -217,15 +217,8 @@ def report(spec: ModelSpec, counts: torch.Tensor) -> list[str]:
     return lines
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the options)")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")
     parser.add_argument("--built-in", action="store_true", help="begin with the built-in sample, then the files")
     parser.add_argument("--model", default=EMBEDDED, help="a folder, a hub id, or 'nano': the embedded model (default)")
@@ -308,15 +301,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(build_parser().parse_args(arguments))
-    except TritonMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return run_command(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

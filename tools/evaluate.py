@@ -23,7 +23,8 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from calibrate import _Parser, pieces, windows_of
+from calibrate import pieces, windows_of
+from command_line import Parser, run_command
 from prediction import policies as running
 from prediction import subject as model
 from prediction.caches import cache_rows
@@ -37,7 +38,7 @@ from tqdm import tqdm
 
 from nano.tasks import Task
 from tritonmoe import Engine, Generation, SamplingParams
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.offload.policy import RESIDENT
 from tritonmoe.offload.trace import TraceRecorder, read_trace
 from tritonmoe.placement.loader import HYBRID
@@ -49,7 +50,7 @@ DEFAULT_POLICIES = "exact,router-pf,router-pf+gate=routed,router-pf+predict=resi
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")
     parser.add_argument("--policies", default=DEFAULT_POLICIES, metavar="A,B", help="(default: %(default)s)")
@@ -260,15 +261,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(build_parser().parse_args(arguments))
-    except TritonMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return run_command(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

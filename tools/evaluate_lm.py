@@ -17,13 +17,13 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from calibrate import _Parser
+from command_line import Parser, run_command
 from prediction.policies import Asked
 from prediction.scoring import Pair, score
 from provenance import provenance
 
 from tritonmoe import Engine, SamplingParams
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.placement.loader import Placement
 
 try:
@@ -123,7 +123,7 @@ class PolicyModel(TemplateLM):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks")
     parser.add_argument("--include", type=Path, metavar="DIR", help="a folder with tasks of your own")
@@ -171,15 +171,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING)
-    try:
-        run(build_parser().parse_args(arguments))
-    except TritonMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return run_command(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

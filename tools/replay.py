@@ -17,13 +17,14 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import torch
+from command_line import Parser, run_command
 from provenance import provenance
 
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.offload.copy_engine import DEPTH, Copy, CopyEngine, Priority
 from tritonmoe.offload.counters import Counters, LayerCounters
 from tritonmoe.offload.experts import SCAN_DEPTH, SCAN_SHARE
@@ -379,15 +380,8 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-class _Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the options)")
-
-
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("trace", type=Path, metavar="TRACE", help="written by --trace")
     parser.add_argument("--slots", nargs="+", metavar="N|P%", help="several: one row each (default: as recorded)")
     parser.add_argument("--eviction", nargs="+", choices=EVICTIONS, help="default: as recorded")
@@ -488,15 +482,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(build_parser().parse_args(arguments))
-    except TritonMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return run_command(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from calibrate import _Parser, built_in, pieces, windows_of
+from calibrate import built_in, pieces, windows_of
+from command_line import Parser, run_command
 from prediction import subject as model
 from prediction.cost import training_cost
 from prediction.distillation import Block, Distillation, Recipe, blocks
@@ -31,7 +32,7 @@ from provenance import ROOT, provenance
 from tqdm import tqdm
 
 from tritonmoe.checkpoint.architectures import parse_config
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.prediction.default_vectors import model_identity
 from tritonmoe.prediction.estimator import Estimator
 
@@ -41,7 +42,7 @@ LARGE_TOKENS, LARGE_CHUNK, LARGE_SHARE = 4_500_000, 4096, 0.3  # the paper's 4 t
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")
     parser.add_argument("--built-in", action="store_true", help="begin with the built-in sample, then the files")
@@ -187,15 +188,7 @@ def lines_of(recall: dict[str, dict[str, dict[str, float]]], facts: dict[str, An
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    try:
-        run(build_parser().parse_args(arguments))
-    except TritonMoeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
-    return 0
+    return run_command(run, build_parser(), arguments)
 
 
 if __name__ == "__main__":

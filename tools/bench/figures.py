@@ -36,7 +36,7 @@ def tpot_by_hit_rate(result: dict[str, Any]) -> str:
     source = result["provenance"]
     where = source.get("gpu") or source["cpu"]
     picture.text(LEFT, 22, f"{result['model']} in {result['dtype']}, batch {result['batch']}, {where}", kind="title")
-    _axes(picture, x, y)
+    picture.axes(x, y, "slot hit rate without prediction, %", "ms per token (bars: p10 to p90)")
     floors = {row["hit_rate_without_prediction"]: row["floor_ms"]["median"] for row in rows}
     picture.line([(x.at(100 * rate), y.at(floors[rate])) for rate in sorted(floors)], "floor")
     picture.line([(x.start, y.at(resident_ms)), (x.end, y.at(resident_ms))], "resident")
@@ -70,18 +70,6 @@ def _curve(picture: Svg, x: Axis, y: Axis, points: list[tuple[float, float, floa
         picture.line([(place, y.at(p10)), (place, y.at(p90))], f"{look} curve")
         note = f"{100 * rate:.1f} %: {median:.2f} ms ({p10:.2f} to {p90:.2f})"
         picture.circle(place, y.at(median), 3.5, look, note)
-
-
-def _axes(picture: Svg, x: Axis, y: Axis) -> None:
-    for tick in y.ticks():
-        picture.line([(x.start, y.at(tick)), (x.end, y.at(tick))], "grid")
-        picture.text(x.start - 8, y.at(tick) + 4, f"{tick:g}", anchor="end")
-    for tick in x.ticks():
-        picture.line([(x.at(tick), y.start), (x.at(tick), y.start + 5)], "axis")
-        picture.text(x.at(tick), y.start + 19, f"{tick:g}", anchor="middle")
-    picture.line([(x.start, y.end), (x.start, y.start), (x.end, y.start)], "axis")
-    picture.text((x.start + x.end) / 2, HEIGHT - 10, "slot hit rate without prediction, %", anchor="middle")
-    picture.text(x.start, y.end - 10, "ms per token (bars: p10 to p90)")
 
 
 def _legend(picture: Svg, entries: list[tuple[str, str]]) -> None:

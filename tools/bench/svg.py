@@ -53,6 +53,18 @@ class Svg:
         place = f'x="{_number(x)}" y="{_number(y)}" text-anchor="{anchor}"'
         self._parts.append(f"<text{looks} {place}>{escape(text)}</text>")
 
+    def axes(self, x: Axis, y: Axis, across: str, up: str) -> None:
+        """Both with their ticks, a grid behind the picture, and what they show."""
+        for tick in y.ticks():
+            self.line([(x.start, y.at(tick)), (x.end, y.at(tick))], "grid")
+            self.text(x.start - 8, y.at(tick) + 4, f"{tick:g}", anchor="end")
+        for tick in x.ticks():
+            self.line([(x.at(tick), y.start), (x.at(tick), y.start + 5)], "axis")
+            self.text(x.at(tick), y.start + 19, f"{tick:g}", anchor="middle")
+        self.line([(x.start, y.end), (x.start, y.start), (x.end, y.start)], "axis")
+        self.text((x.start + x.end) / 2, self.height - 10, across, anchor="middle")
+        self.text(x.start, y.end - 10, up)
+
     def render(self) -> str:
         size = f'width="{self.width}" height="{self.height}" viewBox="0 0 {self.width} {self.height}"'
         body = "\n".join(self._parts)

@@ -47,7 +47,7 @@ def accuracy_by_bytes(content: dict[str, Any]) -> str:
     y = Axis(0.0, 100.0, HEIGHT - BOTTOM, TOP)
     picture = Svg(WIDTH, HEIGHT, f"Accuracy over bytes a token, {content['model']}")
     picture.text(LEFT, 22, f"{content['model']}: tasks right and what is moved, one sequence at a time", kind="title")
-    _axes(picture, x, y, "MB per token", "tasks right, % (bars: standard error)")
+    picture.axes(x, y, "MB per token", "tasks right, % (bars: standard error)")
     front = pareto(points)
     picture.line([(x.at(p[0]), y.at(p[1])) for p in front], "floor")
     for place, right, error, name in sorted(points):
@@ -80,7 +80,7 @@ def _by_layer(title: str, series: dict[str, list[tuple[int, float]]], name: str,
     y = Axis(max(0.0, lowest - 0.05 * unit), unit, HEIGHT - BOTTOM, TOP)
     picture = Svg(WIDTH, HEIGHT, title)
     picture.text(LEFT, 22, title, kind="title")
-    _axes(picture, x, y, "layer that is foretold", name)
+    picture.axes(x, y, "layer that is foretold", name)
     left = float(LEFT)
     for label, points in series.items():
         look = LOOKS[label]
@@ -93,15 +93,3 @@ def _by_layer(title: str, series: dict[str, list[tuple[int, float]]], name: str,
         picture.text(left + 30, 46, label)
         left += 52 + 6.6 * len(label)
     return picture.render()
-
-
-def _axes(picture: Svg, x: Axis, y: Axis, across: str, up: str) -> None:
-    for tick in y.ticks():
-        picture.line([(x.start, y.at(tick)), (x.end, y.at(tick))], "grid")
-        picture.text(x.start - 8, y.at(tick) + 4, f"{tick:g}", anchor="end")
-    for tick in x.ticks():
-        picture.line([(x.at(tick), y.start), (x.at(tick), y.start + 5)], "axis")
-        picture.text(x.at(tick), y.start + 19, f"{tick:g}", anchor="middle")
-    picture.line([(x.start, y.end), (x.start, y.start), (x.end, y.start)], "axis")
-    picture.text((x.start + x.end) / 2, HEIGHT - 10, across, anchor="middle")
-    picture.text(x.start, y.end - 10, up)
