@@ -94,9 +94,14 @@ def test_hybrid_file(tmp_path: Path) -> None:
         HybridChoice(layers).save(path, model, {})
         with pytest.raises(InputError, match="does not name a predictor for every layer"):
             load_hybrid(path, SPEC, WEIGHTS)
-    path.write_text("{")
-    with pytest.raises(InputError, match="not JSON"):
+    values = json.loads(path.read_text())
+    path.write_text(json.dumps({**values, "layers": {"1": ["residual"], "2": {}, "3": "residual"}}))
+    with pytest.raises(InputError, match="does not name a predictor for every layer"):
         load_hybrid(path, SPEC, WEIGHTS)
+    for text in ("{", "[" * 100_000):
+        path.write_text(text)
+        with pytest.raises(InputError, match="not JSON"):
+            load_hybrid(path, SPEC, WEIGHTS)
 
 
 def routings(count: int) -> list[NormRouterOutput]:

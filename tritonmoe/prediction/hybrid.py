@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from tritonmoe.errors import InputError
+from tritonmoe.files import parse_json, read_file, write_file
 from tritonmoe.model.spec import ModelSpec
 from tritonmoe.model.weights import ModelWeights
 from tritonmoe.prediction.default_vectors import model_identity
 
 FORMAT = "tritonmoe hybrid choice, version 1"
 REMEDY = "make the file anew with tools/calibrate.py --choose-hybrid"
+MAX_BYTES = 1 << 20  # recall by layer and predictor takes some kilobytes
 CHOICES = ("residual", "quasi-hidden", "estimator")  # by what they cost a step
 
 
@@ -23,10 +25,6 @@ class HybridChoice:
 
     by_layer: dict[int, str]
 
-    @property
-    def uses_estimator(self) -> bool:
-        return "estimator" in self.by_layer.values()
-
     def save(self, path: Path, model: str, why: dict[str, Any]) -> None:
         """Write the file for the model of this `model_identity`; `why` says by what rule and figures.
 
@@ -35,7 +33,7 @@ class HybridChoice:
         layers = {str(layer): name for layer, name in self.by_layer.items()}
         content = {"format": FORMAT, "model": model, "layers": layers, "why": why}
         try:
-            path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+            write_file(path, (json.dumps(content, indent=1) + "\n").encode())
         except OSError as error:
             raise InputError(f"{path}: cannot be written: {error.strerror}") from None
 
@@ -43,7 +41,7 @@ class HybridChoice:
 def load_hybrid(path: Path, spec: ModelSpec, weights: ModelWeights) -> HybridChoice:
     """Read the file that `HybridChoice.save` wrote for this model; InputError, one line, for any other."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(read_file(path, MAX_BYTES))
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror}") from None
     except ValueError:
@@ -53,6 +51,6 @@ def load_hybrid(path: Path, spec: ModelSpec, weights: ModelWeights) -> HybridCho
     if content.get("model") != model_identity(spec, weights):
         raise InputError(f"{path}: the choice for another model (its routers differ); {REMEDY}")
     layers, expected = content.get("layers"), [str(layer) for layer in spec.moe_layers][1:]
-    if not isinstance(layers, dict) or list(layers) != expected or not set(layers.values()) <= set(CHOICES):
+    if not isinstance(layers, dict) or list(layers) != expected or any(name not in CHOICES for name in layers.values()):
         raise InputError(f"{path}: does not name a predictor for every layer but the first; {REMEDY}")
     return HybridChoice({int(layer): name for layer, name in layers.items()})
