@@ -253,7 +253,7 @@ def test_session_that_grows_and_stops(engine: Engine, monkeypatch: pytest.Monkey
 def test_rows_that_end_at_different_times(engine: Engine, batch: int) -> None:
     """Also in a batch of more tokens than the decode forms of routing take."""
     prompts = make_prompts(engine, batch)
-    uncaptured = new_engine(engine)
+    alone, uncaptured = new_engine(engine), new_engine(engine)
     uncaptured._idle[batch] = make_runner(engine, batch, engine.max_context, capture=False)
     for params in (SamplingParams(max_new_tokens=100), SamplingParams(max_new_tokens=60, temperature=0.8, seed=1)):
         results = engine.generate_batch(prompts, params)
@@ -263,7 +263,7 @@ def test_rows_that_end_at_different_times(engine: Engine, batch: int) -> None:
             assert (ours.token_ids, ours.finish_reason) == (theirs.token_ids, theirs.finish_reason)
         if params.temperature == 0 and engine.decoder.dtype == torch.float32:
             for prompt, result in zip(prompts, results, strict=True):
-                assert_same_greedy(engine, prompt, result.token_ids, engine.generate(prompt, params).token_ids)
+                assert_same_greedy(engine, prompt, result.token_ids, alone.generate(prompt, params).token_ids)
     assert captured(engine._idle[batch]) == {True, False}
     assert captured(uncaptured._idle[batch]) == set()
 

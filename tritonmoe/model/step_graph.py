@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import gc
+import threading
+from collections.abc import Callable, Iterator
 
 import torch
+
+_CAPTURING = threading.Lock()
 
 
 class StepGraph:
@@ -27,7 +31,7 @@ class StepGraph:
         If it fails, `abandon` joins what it forked to other streams, without which a capture cannot end.
         """
         torch.cuda.synchronize()
-        with torch.cuda.stream(torch.cuda.Stream()):
+        with without_collection(), torch.cuda.stream(torch.cuda.Stream()):
             try:
                 self._begin()
                 step()
@@ -65,3 +69,17 @@ class StepGraph:
         if piece is not None:
             piece.capture_end()
             self._parts.append(piece.replay)
+
+
+@contextlib.contextmanager
+def without_collection() -> Iterator[None]:
+    """No garbage is collected meanwhile, and no other thread is in here: a collection may end what holds pinned memory,
+    and CUDA ends a capture whose thread unregisters some."""
+    with _CAPTURING:
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if was_enabled:
+                gc.enable()
