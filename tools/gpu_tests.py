@@ -1,24 +1,28 @@
 """Run the tests that a GPU is for, kernels included, and store their summary; other arguments go to pytest.
 
-Most of their time is compiling, so they are dealt out to several processes, a few tests of one file at a time. With
-`--time-limit S` what has not ended after so many seconds is stopped, and counted as not run.
+Most of their time is compiling, so they are dealt out to several processes, a few tests of one file at a time; where
+there are several GPUs, to all of them in turn. With `--time-limit S` what has not ended after so many seconds is
+stopped, and counted as not run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 
 from provenance import ROOT, provenance
 
 OUTPUT = ROOT / "docs/measurements/gpu-tests.json"
-PROCESSES = 14
+SPARE_CORES = 2
+MOST_PROCESSES = 14  # of one GPU: their contexts take its memory, and some tests fill what is left
 TESTS_PER_PART = 24  # of one file: what they compile they share; and what is lost where a part is stopped
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu or kernel"]
 # What the parity tests print, one line per architecture.
@@ -46,16 +50,34 @@ def deal(tests: list[str]) -> list[list[str]]:
     return [found[i : i + TESTS_PER_PART] for found, i in starts]
 
 
-def run(tests: list[str], ends: float | None) -> str | None:
+def visible_gpus() -> list[str]:
+    """Names for CUDA_VISIBLE_DEVICES; at least one."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if given is not None:
+        return given.split(",")
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False).stdout
+    return [str(i) for i in range(max(1, len(listed.splitlines())))]
+
+
+def run(tests: list[str], ends: float | None, gpus: Queue[str]) -> str | None:
     """What pytest prints; None if it had not ended at `ends` on the clock of time.perf_counter."""
+    gpu = gpus.get()
+    try:
+        return _run(tests, ends, gpu)
+    finally:
+        gpus.put(gpu)
+
+
+def _run(tests: list[str], ends: float | None, gpu: str) -> str | None:
     left = None if ends is None else ends - time.perf_counter()
     if left is not None and left <= 0:
         return None
     command = [*PYTEST, "-s", "-rs", "--tb=short", *tests]
     try:
         return subprocess.run(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=left
-        ).stdout
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False, timeout=left,
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": gpu},
+        ).stdout  # fmt: skip
     except subprocess.TimeoutExpired:
         return None
 
@@ -87,9 +109,12 @@ def main() -> int:
     options, arguments = parser.parse_known_args()
     source, began = provenance(), time.perf_counter()
     ends = None if options.time_limit is None else began + options.time_limit
-    parts = deal(collect(arguments))
-    with ThreadPoolExecutor(PROCESSES) as pool:
-        logs = list(pool.map(run, parts, [ends] * len(parts)))
+    parts, names, gpus = deal(collect(arguments)), visible_gpus(), Queue[str]()
+    processes = max(1, min((os.cpu_count() or 1) - SPARE_CORES, MOST_PROCESSES * len(names)))
+    for i in range(processes):
+        gpus.put(names[i % len(names)])
+    with ThreadPoolExecutor(processes) as pool:
+        logs = list(pool.map(run, parts, [ends] * len(parts), [gpus] * len(parts)))
     for log in logs:
         if log is not None and re.search(r"\d+ (failed|error)", log):
             print(log)
