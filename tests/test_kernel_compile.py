@@ -125,7 +125,7 @@ def plan(
 ) -> None:
     state = PlannerState.allocate(48, num_experts, slots, tokens, top_k, candidates, "cpu")
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
-    plan_demand(state, layer, ids, ids.float(), ids.clone(), ids.clone(), 0.1, "lfu")
+    plan_demand(state, layer, ids, ids.float(), ids.clone(), ids.clone(), ids.clone(), 0.1, "lfu")
     foretold = torch.zeros(tokens, candidates, dtype=torch.int32)
     plan_prefetch(state, layer, foretold, distance, ids.numel())
 

@@ -126,7 +126,7 @@ class Session:
         weights = torch.rand(topk_ids.shape, generator=torch.Generator().manual_seed(self.random.randrange(1 << 30)))
         results = []
         for plan, state, device in self.planners(plan_demand, plan_demand_ref):
-            out = [poisoned(*topk_ids.shape, dtype=torch.int32).to(device) for _ in range(2)]
+            out = [poisoned(*topk_ids.shape, dtype=torch.int32).to(device) for _ in range(3)]
             given, table = self.given(topk_ids, layer, device)
             plan(state, layer, given, weights.to(device), *out, case.miss_tolerance, case.eviction, table)
             results.append([slots.cpu() for slots in out])
@@ -178,8 +178,7 @@ class Session:
 
     def check_demand(self, layer: int, ids: torch.Tensor, out: list[torch.Tensor], before: PlannerState) -> None:
         """Everything routed has its slot, nothing that was needed was given away for it, and all of it is counted."""
-        state, (hit_ids, miss_ids) = self.expected, out
-        all_ids = torch.maximum(hit_ids, miss_ids)
+        state, (hit_ids, miss_ids, all_ids) = self.expected, out
         tick = int(state.header[Header.TICK])
         assert state.header[Header.ERROR] == 0
         is_left = all_ids < 0
@@ -187,6 +186,7 @@ class Session:
         held = all_ids[~is_left].long()
         assert torch.equal(state.key_of[held], (layer * self.case.experts + ids)[~is_left])
         assert (state.used_at[held] == tick).all()
+        assert torch.equal(torch.maximum(hit_ids, miss_ids), all_ids)
         assert not ((hit_ids >= 0) & (miss_ids >= 0)).any()
         hits = hit_ids[hit_ids >= 0].long()
         assert (before.landed[hits] == before.copy_epoch[hits]).all()
@@ -269,13 +269,13 @@ def small_state(slots: int = 6, top_k: int = 2, foretold: int = 3) -> PlannerSta
 
 
 def demand(state: PlannerState, layer: int, ids: list[int], **options: Any) -> list[list[int]]:
-    """[hit_ids, miss_ids, slots of either] of one token."""
-    out = [poisoned(1, len(ids), dtype=torch.int32) for _ in range(2)]
+    """[hit_ids, miss_ids, all_ids] of one token."""
+    out = [poisoned(1, len(ids), dtype=torch.int32) for _ in range(3)]
     weights = torch.tensor([options.pop("weights", [1.0] * len(ids))], device=DEVICE)
     topk_ids = torch.tensor([ids], dtype=torch.int32, device=DEVICE)
     plan_demand(state, layer, topk_ids, weights, *out, **options)
     check_integrity(state)
-    return [slots[0].tolist() for slots in (*out, torch.maximum(*out))]
+    return [slots[0].tolist() for slots in out]
 
 
 def prefetch(state: PlannerState, layer: int, ids: list[int]) -> list[int]:
@@ -428,7 +428,7 @@ def test_one_call_on_any_state(seed: int) -> None:
     else:
         ids = torch.tensor([rng.sample(range(16), 4) for _ in range(tokens)], dtype=torch.int32)
         out, expected_out = (
-            [poisoned(tokens, 4, dtype=torch.int32).to(device) for _ in range(2)] for device in (DEVICE, CPU)
+            [poisoned(tokens, 4, dtype=torch.int32).to(device) for _ in range(3)] for device in (DEVICE, CPU)
         )
         plan_demand(actual, layer, ids.to(DEVICE), None, *out)
         plan_demand_ref(expected, layer, ids, None, *expected_out)
@@ -486,7 +486,7 @@ def test_integrity_says_what_is_wrong() -> None:
         ("allocated for 2 ids", {"topk_ids": torch.zeros(2, 2, dtype=torch.int32)}),
         ("topk_ids is empty", {"topk_ids": torch.zeros(0, 2, dtype=torch.int32)}),
         ("hit_ids has shape", {"hit_ids": torch.zeros(1, 3, dtype=torch.int32)}),
-        ("miss_ids is torch.int64", {"miss_ids": torch.zeros(1, 2, dtype=torch.int64)}),
+        ("all_ids is torch.int64", {"all_ids": torch.zeros(1, 2, dtype=torch.int64)}),
         ("without topk_weights", {"topk_weights": None, "miss_tolerance": 0.5}),
         ("miss_tolerance is 1.0", {"miss_tolerance": 1.0}),
         ("eviction is 'fifo'", {"eviction": "fifo"}),
@@ -497,7 +497,7 @@ def test_integrity_says_what_is_wrong() -> None:
 )
 def test_refusals(message: str, wrong: dict[str, Any]) -> None:
     ids = torch.zeros(1, 2, dtype=torch.int32, device=DEVICE)
-    given = {"layer": 0, "topk_ids": ids, "topk_weights": ids.float(), "hit_ids": ids, "miss_ids": ids}
+    given = {"layer": 0, "topk_ids": ids, "topk_weights": ids.float(), "hit_ids": ids, "miss_ids": ids, "all_ids": ids}
     wrong = {name: value.to(DEVICE) if torch.is_tensor(value) else value for name, value in wrong.items()}
     for plan in (plan_demand, plan_demand_ref):
         with pytest.raises(ValueError, match=message):

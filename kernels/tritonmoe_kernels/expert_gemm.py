@@ -302,6 +302,7 @@ def expert_gemm(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
+    part: str | None = None,
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -309,21 +310,31 @@ def expert_gemm(
     biases [S, 2I] and [S, H]. Both matrices may be quantised, in one format. Slots may be any stride apart (records of
     a pool; a multiple of 16 elements, of 64 bytes of codes, keeps loads wide), each matrix is contiguous. `out`
     [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be passed in. `num_experts` as in
-    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens.
+    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `part` "gate_up" (which returns
+    `hidden`) or "down" runs that half alone of the decode form: experts that arrive late are put through gate_up when
+    they are there, and then all through down. As down reads ids and weights early
+    (dependent_launch.py), both must have been written before the launch in front of it, which gate_up is.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
+    if part is not None and hidden is None:
+        raise ValueError("hidden is needed: it is what the halves of the decode form share")
     hidden = _buffer("hidden", hidden, x, (tokens, top_k, down.shape[2]), zero=False)
-    out = _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
+    # `out` is not part of the first half, which returns what it wrote.
+    out = hidden if part == "gate_up" else _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
     if form is None:
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
+    if part not in (None, "gate_up", "down") or (part is not None and form != "decode"):
+        raise ValueError(f"part must be 'gate_up' or 'down', of the decode form, or None, not {part!r} of {form}")
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
-        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden)
-        _down_decode(slot_ids, down, down_bias, out, hidden)
+        if part != "down":
+            _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden)
+        if part != "gate_up":
+            _down_decode(slot_ids, down, down_bias, out, hidden)
     else:
         name = _format_name(gate_up)
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device, name)

@@ -323,6 +323,7 @@ def _plan_demand_kernel(
     table_ptr,  # [table_steps, L, PAIRS] or None
     hit_ids_ptr,  # [PAIRS]
     miss_ids_ptr,  # [PAIRS]
+    all_ids_ptr,  # [PAIRS]
     layer,
     table_steps,
     num_slots,
@@ -483,6 +484,7 @@ def _plan_demand_kernel(
         tl.store(state.score + all_slots, tick, mask=is_used)
     tl.store(hit_ids_ptr + pairs, tl.where(is_hit, slots, -1), mask=pairs < PAIRS)
     tl.store(miss_ids_ptr + pairs, tl.where(is_hit, -1, all_slots), mask=pairs < PAIRS)
+    tl.store(all_ids_ptr + pairs, all_slots, mask=pairs < PAIRS)
 
     tl.store(state.header + TICK, tick)
     tl.store(state.header + QUEUE_HEAD, new_head)
@@ -511,6 +513,7 @@ def plan_demand(
     topk_weights: torch.Tensor | None,
     hit_ids: torch.Tensor,
     miss_ids: torch.Tensor,
+    all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
     routing_table: torch.Tensor | None = None,
@@ -519,13 +522,13 @@ def plan_demand(
 
     topk_ids [T, K] int32; an id that is no expert's is passed over. Written, [T, K] int32 each: `hit_ids`, slots that
     are resident now; `miss_ids`, slots to be computed with once the layer's fetches are complete, those in flight
-    included. -1 elsewhere. The layer's guesses end; its demand list is new.
+    included; `all_ids`, either. -1 elsewhere. The layer's guesses end; its demand list is new.
 
     With a `miss_tolerance` above 0, an expert that has no slot and of which every token's gate weight (topk_weights
     [T, K] float32) is below that share of the token's sum is left out. `routing_table` [steps, L, T, K] int32 takes the
     place of topk_ids, by header's STEP modulo steps. If slots do not suffice, header's ERROR becomes 1.
     """
-    outputs = hit_ids, miss_ids
+    outputs = hit_ids, miss_ids, all_ids
     check_demand(state, layer, topk_ids, topk_weights, outputs, miss_tolerance, eviction, routing_table)
     num_layers, num_experts = state.slot_of.shape
     block_p, block_g = _block(topk_ids.numel()), _block(state.guesses.shape[1])

@@ -142,13 +142,15 @@ def plan_demand_ref(
     topk_weights: torch.Tensor | None,
     hit_ids: torch.Tensor,
     miss_ids: torch.Tensor,
+    all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
     routing_table: torch.Tensor | None = None,
 ) -> None:
     """What `plan_demand` does."""
-    outputs = hit_ids, miss_ids
-    check_demand(state, layer, topk_ids, topk_weights, outputs, miss_tolerance, eviction, routing_table)
+    check_demand(
+        state, layer, topk_ids, topk_weights, (hit_ids, miss_ids, all_ids), miss_tolerance, eviction, routing_table
+    )
     planner = _Planner(state)
     s, counters = planner.s, planner.s.counters[layer]
     s.header[Header.TICK] += 1
@@ -201,7 +203,7 @@ def plan_demand_ref(
     counters[Counter.DEMAND] += s.num_demand[layer]
     counters[Counter.ROUTED] += len(hits) + len(misses)
     planner.save()
-    for out, slots in zip(outputs, (hits, misses), strict=True):
+    for out, slots in ((hit_ids, hits), (miss_ids, misses), (all_ids, hits | misses)):
         out.copy_(torch.tensor([slots.get(expert, -1) for expert in ids]).view_as(out))
 
 

@@ -174,17 +174,17 @@ def check_demand(
     layer: int,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     miss_tolerance: float,
     eviction: str,
     routing_table: torch.Tensor | None,
 ) -> None:
-    """Check the arguments of `plan_demand`; `outputs` are its two."""
+    """Check the arguments of `plan_demand`; `outputs` are its three."""
     _check_ids("topk_ids", state, layer, topk_ids, state.demand_key.shape[1], routing_table)
     if not topk_ids.numel():
         raise ValueError("topk_ids is empty: a tick is one layer's routing")
     shape, device = topk_ids.shape, state.header.device
-    for name, tensor in zip(("hit_ids", "miss_ids"), outputs, strict=True):
+    for name, tensor in zip(("hit_ids", "miss_ids", "all_ids"), outputs, strict=True):
         check_tensor(name, tensor, shape, (torch.int32,), device)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device)

@@ -156,9 +156,14 @@ class Experts:
         x: torch.Tensor,
         slot_ids: torch.Tensor,
         slots: ExpertWeights,
-        out: torch.Tensor,
+        out: torch.Tensor | None,
+        hidden: torch.Tensor | None = None,
+        part: str | None = None,
     ) -> None:
-        """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are."""
+        """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
+
+        `part` "gate_up" or "down" runs half of it, with `hidden` [T, K, I] between the two; the first needs no `out`.
+        """
         spec, _ = self._moe(layer_id)
         self._ops.expert_gemm(
             x,
@@ -171,7 +176,9 @@ class Experts:
             spec.swiglu_limit,
             spec.swiglu_alpha,
             out,
+            hidden,
             num_experts=spec.num_experts,
+            part=part,
         )
 
     def _moe(self, layer_id: int) -> tuple[MoeSpec, MoeWeights]:

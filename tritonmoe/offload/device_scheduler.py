@@ -1,14 +1,10 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Four branches of one captured step, T tokens:
+Three branches of one captured step, T tokens:
 
-    main   router(l) -> plan_demand(l) -> experts that are there -> [late] -> combine -> …
-    late   [demand(l)] -> experts that were missing
+    main   router(l) -> plan_demand(l) -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> combine -> …
     side   after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
     fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
-
-Where nothing is missing, the launches of fetch and late have nothing to do and end beside the experts that are there:
-of all this only the plan is on the way of the step.
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
 plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1. It is on the main branch although
@@ -57,6 +53,7 @@ class SlotIds(NamedTuple):
 
     hits: torch.Tensor
     misses: torch.Tensor
+    all: torch.Tensor
 
 
 class DeviceScheduler:
@@ -89,7 +86,7 @@ class DeviceScheduler:
             self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
             bases = [addresses.get(layer, 0) for layer in range(num_layers)]
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-            self._slot_ids = torch.full((num_layers, 2, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
             # Of the step before, for the predictor of that name.
             self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
             self._recall = torch.zeros(num_layers, 8, dtype=torch.int64, device=device)  # 5 used: rows of 64 bytes
@@ -100,7 +97,7 @@ class DeviceScheduler:
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
-        self._side, self._fetch, self._late = (_branch(device, priority=-1) for _ in range(3))
+        self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -136,8 +133,8 @@ class DeviceScheduler:
         state.header.copy_(header)
         self._last_ids.fill_(-1)
         self._foretold.clear()
-        for branch in (self._side, self._fetch, self._late):
-            branch.reset()
+        self._side.reset()
+        self._fetch.reset()
         self._demand = self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
@@ -160,7 +157,8 @@ class DeviceScheduler:
         """Wait for whatever was launched; TransferError that names what has not arrived, where that takes too long."""
         if not self._buffer.is_cuda:
             return
-        self.abandon()  # an interrupted step may have left launches that nobody waits for
+        self._side.abandon()  # an interrupted step may have left launches that nobody waits for
+        self._fetch.abandon()
         event = torch.cuda.Event()
         event.record()
         await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=lambda: not_arrived(self.outstanding()))
@@ -264,7 +262,7 @@ class DeviceScheduler:
     def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
         """Give every routed expert a slot, and fetch what is missing beside what is launched next.
 
-        `hits` of the result can be computed with at once, the others `behind_demand`.
+        `hits` of the result can be computed with at once, the others behind `await_demand`.
         """
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
         table = None if self._tables is None else self._tables.routed
@@ -276,13 +274,9 @@ class DeviceScheduler:
         self._demand = branch.done
         return ids
 
-    @contextlib.contextmanager
-    def behind_demand(self) -> Iterator[None]:
-        """What is launched inside finds the layer's experts in their slots, and all that was launched before `plan`
-        done; what follows finds it done."""
-        with self._late.fork(self._demand):
-            yield
-        self._late.join()
+    def await_demand(self) -> None:
+        """What is launched from here on finds the layer's experts in their slots."""
+        self._fetch.join(self._demand)
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput) -> Iterator[None]:
@@ -326,8 +320,8 @@ class DeviceScheduler:
 
     def abandon(self) -> None:
         """Have every branch end here, whatever it was doing: a capture failed."""
-        for branch in (self._side, self._fetch, self._late):
-            branch.abandon()
+        self._side.abandon()
+        self._fetch.abandon()
 
     def _other_list(self) -> PlannerState:
         """The same state with a prefetch list of its own."""
@@ -358,13 +352,12 @@ class _Branch:
     done: object = None  # when what was forked last is complete
 
     @contextlib.contextmanager
-    def fork(self, behind: object = None) -> Iterator[_Branch]:
-        """What is launched inside runs behind earlier forks, and behind the current stream's launches so far or what
-        another branch had launched when it was `done`."""
+    def fork(self) -> Iterator[_Branch]:
+        """What is launched inside runs behind the current stream's launches so far and those of earlier forks."""
         yield self
 
-    def join(self) -> None:
-        """What is launched from here on runs behind the branch."""
+    def join(self, done: object = None) -> None:
+        """What is launched from here on runs behind the branch, or behind what it had launched when it was `done`."""
 
     def abandon(self) -> None:
         """`join`, in whatever state a failure left the branch."""
@@ -379,21 +372,20 @@ class _StreamBranch(_Branch):
         self._is_forked = False
 
     @contextlib.contextmanager
-    def fork(self, behind: object = None) -> Iterator[_Branch]:
+    def fork(self) -> Iterator[_Branch]:
         self._is_forked = True
-        if isinstance(behind, torch.cuda.Event):
-            self._stream.wait_event(behind)
-        else:
-            self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             yield self
         self.done = torch.cuda.Event()
         self.done.record(self._stream)
 
-    def join(self) -> None:
-        if isinstance(self.done, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(self.done)
-        self.reset()
+    def join(self, done: object = None) -> None:
+        event = self.done if done is None else done
+        if isinstance(event, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(event)
+        if event is self.done:
+            self.done, self._is_forked = None, False
 
     def abandon(self) -> None:
         if self._is_forked:

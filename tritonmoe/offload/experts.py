@@ -511,13 +511,15 @@ class OffloadedExperts(Experts):
             guesses = self.predictor.guess(layer_id, routed)
         if self.policy.execute == "speculated":
             self._guesses = dict(guesses)
-        if self.policy.miss_tolerance > 0.0:
-            self._fill(layer_id, routed.topk_ids, out)
         ids = device.plan(layer_id, routed)
         device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
-        self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
-        with device.behind_demand():
-            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out)
+        if self.policy.miss_tolerance > 0.0:
+            self._fill(layer_id, routed.topk_ids, out)
+        hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
+        self._run_slots(layer_id, routed.x, ids.hits, self._slots, None, hidden, "gate_up")
+        device.await_demand()
+        self._run_slots(layer_id, routed.x, ids.misses, self._slots, None, hidden, "gate_up")
+        self._run_slots(layer_id, routed.x, ids.all, self._slots, out, hidden, "down")
         if layer_id == self._moe_layers[-1]:
             device.end()
 
