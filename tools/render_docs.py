@@ -265,7 +265,10 @@ def headline_offload() -> str:
 
 
 def kernels() -> str:
-    part = read("kernels.json")
+    return kernels_part(read("kernels.json"))
+
+
+def kernels_part(part: dict[str, Any]) -> str:
     copy, product = part["rates"]["copy_bytes_per_s"], part["rates"]["matrix_flop_per_s"]
     rows = []
     for name, cell in part["results"].items():
@@ -421,10 +424,11 @@ def routing(part: dict[str, Any]) -> str:
 
 
 def packed() -> str:
-    """Runs with weights in fewer bits, of tools/bench.py and of tools/bench_routing.py."""
+    """Runs with weights in fewer bits, of tools/bench_kernels.py, tools/bench.py and tools/bench_routing.py."""
+    products = [kernels_part(read(path.name)) for path in sorted(MEASUREMENTS.glob("packed-kernels-*.json"))]
     benches = [bench(path.name) for path in sorted(MEASUREMENTS.glob("packed-bench-*.json"))]
     routings = [routing(read(path.name)) for path in sorted(MEASUREMENTS.glob("packed-routing-*.json"))]
-    return "\n".join([*benches, *routings]) or NOT_YET
+    return "\n".join([*products, *benches, *routings]) or NOT_YET
 
 
 def quantization_error() -> str:
