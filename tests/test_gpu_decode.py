@@ -6,6 +6,7 @@ import functools
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -247,6 +248,22 @@ def test_session_that_grows_and_stops(engine: Engine, monkeypatch: pytest.Monkey
     assert [(prompt, result.token_ids) for prompt, result in turns] == [
         (prompt, result.token_ids) for prompt, result in converse(engine)
     ]
+
+
+def test_conversations_come_and_go_in_bounded_memory(exact: Engine) -> None:
+    """Each captures steps of its own; what CUDA keeps of a graph on the host should go with it."""
+    host, device = [], []
+    for _ in range(60):
+        session = exact.session()
+        stream = exact.stream("Once upon a time", SamplingParams(max_new_tokens=8), session)
+        assert "".join(stream)
+        assert captured(session._runner) == {True}
+        del session, stream
+        gc.collect()
+        host.append(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+        device.append(torch.cuda.memory_allocated())
+    assert max(device[40:]) <= max(device[20:40])
+    assert max(host[40:]) - max(host[20:40]) < 16e6
 
 
 @pytest.mark.parametrize("batch", [3, 17])

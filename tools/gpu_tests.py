@@ -23,7 +23,7 @@ from provenance import ROOT, provenance
 OUTPUT = ROOT / "docs/measurements/gpu-tests.json"
 SPARE_CORES = 2
 MOST_PROCESSES = 28  # of one GPU, whose memory holds the context of each
-TESTS_PER_PART = 24  # of one file: what they compile they share; and what is lost where a part is stopped
+TESTS_PER_PART = 12  # of one file: what they compile they share; and what is lost where a part is stopped
 PYTEST = [sys.executable, "-m", "pytest", "-m", "gpu or kernel"]
 # What the parity tests print, one line per architecture.
 PARITY = re.compile(r"^(\S+): rms error (\S+), transformers (\S+), ratio (\S+)$", re.MULTILINE)

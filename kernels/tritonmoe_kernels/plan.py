@@ -14,7 +14,8 @@ no branches it was three reads that depended on each other and 1,250 instruction
 Victims come from a queue that was sorted before. Filling it reads the state of all slots, about 200 KB for 6,144: one
 pass to rank the slots that may go, about log2(S / F) + 2 passes over the ranks to find a bound with F to 2F of them
 below, one to collect those, and comparisons of all 2F with each other. `plan_prefetch`, beside the critical path, fills
-it whenever what is left might not serve the next layer.
+it whenever what is left might not serve the next layer. What it lists is late by its own time, so it makes three reads
+that depend on each other before it writes the list, and looks at the queue again only if what those saw will not do.
 
 `copy_epoch` is the one thing written here that a fetch kernel of another branch reads meanwhile. Plain stores do: such
 a kernel looks in order to stop early, and one that sees the old epoch copies on to a slot that nobody reads. What it
@@ -580,6 +581,7 @@ def _plan_prefetch_kernel(
     F: tl.constexpr,
     BLOCK_P: tl.constexpr,
     BLOCK_L: tl.constexpr,
+    BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_R: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -590,29 +592,36 @@ def _plan_prefetch_kernel(
     CHUNK: tl.constexpr = BLOCK_P if BLOCK_P < WINDOW else WINDOW
     pairs = tl.arange(0, BLOCK_P)
     layers = tl.arange(0, BLOCK_L)
+    experts = tl.arange(0, BLOCK_E)
     layer = layer.to(tl.int64)
     await_inputs(PDL)
     release_dependents(PDL)
 
     if table_ptr is not None:
         ids_ptr = table_row(state, table_ptr, layer, table_steps, L, PAIRS)
-    # Best first: every token's best guess, then every token's second.
+    # Three reads, one behind the other: where things are, then what the next victims were, then what they are. Best
+    # first: every token's best guess, then every token's second.
     ids = tl.load(ids_ptr + pairs % T * M + pairs // T, mask=pairs < PAIRS, other=-1)
     tick = tl.load(state.header + TICK)
     head = tl.load(state.header + QUEUE_HEAD)
     end = tl.load(state.header + QUEUE_END)
+    expert_slots = tl.load(state.slot_of + layer * E + experts, mask=experts < E, other=-1)
     limit = tl.load(state.limit + layer)
     num_guesses = tl.load(state.num_guesses + layer)
     num_pinned = tl.sum(tl.load(state.num_guesses + layers, mask=layers < L, other=0), axis=0)
     prefetched_ptr = state.counters + layer * NUM_COUNTERS + PREFETCHED
     prefetched = tl.load(prefetched_ptr)
     target = tick + distance
+    next_slots, next_scores, is_next = read_queue(state, head, end, WINDOW)
+    has_guess = tl.load(state.guess + expert_slots, mask=expert_slots >= 0, other=0) != 0
+    next_keys, next_guesses, may_go = read_owners(state, next_slots, next_scores, is_next, tick)
 
     exists = (ids >= 0) & (ids < E)
     keys = layer * E + ids
-    slots = tl.load(state.slot_of + keys, mask=exists, other=-1)
-    is_mapped = slots >= 0
-    guesses = tl.load(state.guess + slots, mask=is_mapped, other=0)
+    table = tl.where(expert_slots >= 0, (expert_slots << 1) | has_guess.to(tl.int32), -1)
+    entry = tl.where(exists, tl.gather(table, tl.where(exists, ids, 0), 0), -1)
+    is_mapped = entry >= 0
+    slots = entry >> 1  # -1 stays -1
     first_at = tl.full([BLOCK_P], BLOCK_P, tl.int32)
     for start in range(0, BLOCK_P, CHUNK):
         others = start + tl.arange(0, CHUNK)
@@ -624,22 +633,42 @@ def _plan_prefetch_kernel(
     # What is there stays, before anything makes room for the rest. All that was read above is read by every warp.
     tl.debug_barrier()
     room = tl.maximum(tl.minimum(num_slots - num_routed - num_pinned, GUESS_STRIDE - num_guesses), 0)
-    is_unpinned = is_first & is_mapped & (guesses == 0)
+    is_unpinned = is_first & is_mapped & ((entry & 1) == 0)
     places = number(is_unpinned)
     is_pinned = is_unpinned & (places < room)
     num_kept = count(is_pinned)
     guesses_ptr = state.guesses + layer * GUESS_STRIDE + num_guesses
     tl.store(state.guess + slots, target, mask=is_pinned)
     tl.store(guesses_ptr + places, slots, mask=is_pinned)
+    is_kept = tl.max(((slots[:, None] == next_slots[None, :]) & is_pinned[:, None]).to(tl.int32), axis=0) > 0
+    may_go = may_go & (next_guesses == 0) & ~is_kept
 
     is_new = is_first & ~is_mapped
     ranks = tl.where(is_new, number(is_new), -1)
     wanted = tl.minimum(tl.minimum(count(is_new), room - num_kept), tl.maximum(limit, 0))
     epoch = 2 * target + 1
-    none = tl.full((), 0, tl.int32)
-    new_slots, taken, head, end, refills = take_all(
-        state, ranks, none, wanted, head, end, tick, epoch, 0, target, num_slots, F, WINDOW, BLOCK_S, BLOCK_R, COLUMNS
+    new_slots, taken, new_head = take(
+        state, next_slots, next_keys, may_go, ranks, 0, wanted, head, end, epoch, 0, target, WINDOW
     )
+    more_slots, taken, new_head, end, refills = take_all(
+        state,
+        ranks,
+        taken,
+        wanted,
+        new_head,
+        end,
+        tick,
+        epoch,
+        0,
+        target,
+        num_slots,
+        F,
+        WINDOW,
+        BLOCK_S,
+        BLOCK_R,
+        COLUMNS,
+    )
+    new_slots = tl.maximum(new_slots, more_slots)
     is_placed = new_slots >= 0
     entries = layer * GUESS_STRIDE + ranks
     tl.store(state.slot_of + keys, new_slots, mask=is_placed)
@@ -654,20 +683,22 @@ def _plan_prefetch_kernel(
     tl.store(state.num_guesses + layer, num_guesses + num_kept + taken)
     tl.store(prefetched_ptr, prefetched + taken)
 
-    # The queue must serve the next layer's routing and guesses without a refill on the critical path.
-    position = head
-    found = 0
+    # The queue must serve the next layer's routing and guesses without a refill on the critical path. Mostly what is
+    # left of the entries that were read above does.
     enough = num_routed + PAIRS
-    tl.debug_barrier()
-    while (position < end) & (found < enough):
-        queued, scores, is_queued = read_queue(state, position, end, WINDOW)
-        _, pins, may_go = read_owners(state, queued, scores, is_queued, tick)
-        found += count(may_go & (pins == 0))
-        position += WINDOW
+    found = count(may_go & (head + tl.arange(0, WINDOW) >= new_head))
+    position = tl.maximum(new_head, head + WINDOW)
     if (found < enough) & (refills == 0):
-        end = refill(state, tick, num_slots, F, BLOCK_S, BLOCK_R, COLUMNS)
-        head = tl.full((), F, tl.int64)
-    tl.store(state.header + QUEUE_HEAD, head)
+        tl.debug_barrier()
+        while (position < end) & (found < enough):
+            queued, scores, is_queued = read_queue(state, position, end, WINDOW)
+            _, pins, is_free = read_owners(state, queued, scores, is_queued, tick)
+            found += count(is_free & (pins == 0))
+            position += WINDOW
+        if found < enough:
+            end = refill(state, tick, num_slots, F, BLOCK_S, BLOCK_R, COLUMNS)
+            new_head = tl.full((), F, tl.int64)
+    tl.store(state.header + QUEUE_HEAD, new_head)
     tl.store(state.header + QUEUE_END, end)
 
 
@@ -706,6 +737,7 @@ def plan_prefetch(
         F=state.queue_capacity,
         BLOCK_P=_block(ids.numel()),
         BLOCK_L=next_power_of_2(num_layers),
+        BLOCK_E=max(32 * PREFETCH_WARPS, next_power_of_2(num_experts)),
         **_refill_tiles(state.queue_capacity, PREFETCH_WARPS),
         WINDOW=WINDOW,
         num_warps=PREFETCH_WARPS,
