@@ -503,8 +503,14 @@ def predicted(name: str, render: Callable[[dict[str, Any]], str], part: str) -> 
     return render(content[part]) + origin(content[part])
 
 
+def siblings(part: str) -> list[str]:
+    """Larger models of which a part was measured."""
+    names = sorted(path.stem.removeprefix("prediction-") for path in MEASUREMENTS.glob("prediction-sibling-*.json"))
+    return [name for name in names if part in read(f"prediction-{name}.json")]
+
+
 def prediction_recall() -> str:
-    """For text and tasks: means over layers, then layer by layer."""
+    """For text and tasks: means over layers, then layer by layer; of larger models, which figures show, the means."""
 
     def render(part: dict[str, Any]) -> str:
         texts = []
@@ -517,7 +523,13 @@ def prediction_recall() -> str:
             "".join(texts) + f"The same model with its weights shuffled, so that it has learned nothing:\n\n{untrained}"
         )
 
-    return predicted("nano", render, "prediction")
+    def means(part: dict[str, Any]) -> str:
+        corpora = [name for name in ("text", "tasks", "untrained") if name in part["results"]]
+        return "\n".join(f"{corpus}:\n\n{prediction.summary_table(part, corpus)}" for corpus in corpora)
+
+    found = siblings("prediction")
+    others = "".join(f"\n{name}, {predicted(name, means, 'prediction')}" for name in found)
+    return predicted("nano", render, "prediction") + others
 
 
 def prediction_drift() -> str:
@@ -534,7 +546,9 @@ def prediction_policies() -> str:
     def render(part: dict[str, Any]) -> str:
         return f"{prediction.policy_table(part)}\n{prediction.traffic_table(part)}"
 
-    return "\n".join(predicted(name, render, "policies") for name in ["nano", *others])
+    texts = [predicted(name, render, "policies") for name in ["nano", *others]]
+    texts += [f"{name}:\n\n{predicted(name, render, 'policies')}" for name in siblings("policies")]
+    return "\n".join(texts)
 
 
 def prediction_published() -> str:
@@ -547,8 +561,13 @@ def prediction_published() -> str:
 
 
 def prediction_estimator() -> str:
-    """What training took, what it brought to each layer that was held out, and what a large model would take."""
-    part = read("estimator-nano.json")
+    names = sorted(path.stem for path in MEASUREMENTS.glob("estimator-sibling-*.json"))
+    others = (f"\n{name.removeprefix('estimator-')}: {estimator_part(read(f'{name}.json'))}" for name in names)
+    return estimator_part(read("estimator-nano.json")) + "".join(others)
+
+
+def estimator_part(part: dict[str, Any]) -> str:
+    """What training took, what it brought to each layer on held-out text, and what a large model would take."""
     log, large = part["log"], part["large_model"]
     recall = part["recall"]
     rows = [[layer, *(percent(found[layer]["recall"]) for found in recall.values())] for layer in recall["estimator"]]

@@ -21,6 +21,9 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "recall-nano-tasks.svg": ("prediction-nano.json", partial(recall_by_layer, corpus="tasks")),
     "drift-nano-text.svg": ("prediction-nano.json", partial(drift_by_layer, corpus="text")),
     "accuracy-nano.svg": ("prediction-nano.json", accuracy_by_bytes),
+    "recall-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="text")),
+    "recall-sibling-qwen3-tasks.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="tasks")),
+    "drift-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(drift_by_layer, corpus="text")),
 }
 
 
