@@ -70,9 +70,47 @@ def test_report_of_a_machine_with_a_gpu() -> None:
     assert "advice: memory cannot be pinned: raise `ulimit -l`" in text
     assert "Qwen/Qwen3-30B-A3B in bfloat16 fits with experts in host memory: --policy exact" in text
     assert "at most 100 ms per token" in text
-    assert "gpt-oss-120b in bfloat16 does not fit: its 234 GB are more than what is free in main memory" in text
+    assert "gpt-oss-120b in mxfp4 fits with experts in host memory: --policy exact" in text
     report = gpu_report(link_generation=None, driver=None)
     assert "driver not told, its link is not told" in "\n".join(doctor.lines(report))
+
+
+IN_HOST = "fits with experts in host memory: --policy exact (the default), "
+RESIDENT = "fits: --policy resident"
+WITH_INT4 = "; with --expert-dtype int4 it "
+NOT_FREE = "are more than what is free"
+NO_ROOM = f"{NOT_FREE} in main memory"
+
+
+@pytest.mark.parametrize(
+    ("device_gib", "host_gib", "said"),
+    [
+        (8, 64, [
+            f"gpt-oss-20b in mxfp4 {IN_HOST}7 % of them in slots; at most 35 ms per token",
+            f"30B-A3B in bfloat16 {IN_HOST}2 % of them in slots; at most 100 ms per token",
+            f"235B-A22B in bfloat16 does not fit: its rest (16 GB) {NOT_FREE} on the GPU",
+        ]),
+        (24, 128, [
+            f"gpt-oss-20b in mxfp4 {RESIDENT}",
+            f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}{WITH_INT4}{IN_HOST}",
+        ]),
+        (141, 256, [
+            f"gpt-oss-120b in mxfp4 {RESIDENT}",
+            f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}{WITH_INT4}{RESIDENT}",
+        ]),
+        (None, 40, [f"30B-A3B in bfloat16 does not fit: its 61 GB {NO_ROOM}{WITH_INT4}fits in"]),
+    ],
+)  # fmt: skip
+def test_advice(device_gib: int | None, host_gib: int, said: list[str]) -> None:
+    report = gpu_report()
+    report["memory"] = {
+        "host_free_bytes": host_gib << 30, "device_free_bytes": None if device_gib is None else device_gib << 30,
+    }  # fmt: skip
+    if device_gib is None:
+        report["gpu"] = None
+    text = "\n".join(doctor.advice(report))
+    for line in said:
+        assert line in text
 
 
 @pytest.mark.parametrize("output", ["550.1, 4, 5, 16, 16", "nothing of the kind", None])

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,13 @@ from huggingface_hub import constants
 
 import tritonmoe
 from tritonmoe import self_test
+from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
 from tritonmoe.errors import TritonMoeError
 from tritonmoe.memory import available_bytes, empty_tensor
 from tritonmoe.model.expert_store import ExpertStore, RecordLayout
 from tritonmoe.model.operations import kernels
 from tritonmoe.placement.memory_plan import format_bytes
+from tritonmoe.placement.storage import WANTED_SHARE
 
 PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "huggingface-hub", "numpy")
 QUERY = {
@@ -42,13 +45,14 @@ RECORD = RecordLayout(2048, 768, torch.bfloat16, has_bias=False)  # of Qwen3-30B
 TRIAL_BYTES = 1 << 30  # to pin
 COPIES = 5
 ROOM_BYTES = 4 << 30  # on the GPU, beside weights: caches, workspace, some slots
-# Billions of parameters as published: all, those outside of routed experts, and those of a token's experts.
+PLAIN, FEWER_BITS = "bfloat16", "int4"  # of experts: as most are published, and what is advised where those are many
+# As published, billions of parameters: all, those outside of routed experts, those of a token's experts; experts' form.
 MODELS = {
-    "openai/gpt-oss-20b": (20.9, 1.8, 2.4),
-    "Qwen/Qwen3-30B-A3B": (30.5, 1.5, 1.8),
-    "mistralai/Mixtral-8x7B-v0.1": (46.7, 1.6, 11.3),
-    "openai/gpt-oss-120b": (116.8, 2.1, 3.6),
-    "Qwen/Qwen3-235B-A22B": (235.1, 8.0, 14.2),
+    "openai/gpt-oss-20b": (20.9, 1.8, 2.4, "mxfp4"),
+    "Qwen/Qwen3-30B-A3B": (30.5, 1.5, 1.8, PLAIN),
+    "mistralai/Mixtral-8x7B-v0.1": (46.7, 1.6, 11.3, PLAIN),
+    "openai/gpt-oss-120b": (116.8, 2.1, 3.6, "mxfp4"),
+    "Qwen/Qwen3-235B-A22B": (235.1, 8.0, 14.2, PLAIN),
 }
 
 Report = dict[str, Any]
@@ -202,24 +206,41 @@ def advice(report: Report) -> list[str]:
         lines.append("memory cannot be pinned: raise `ulimit -l`, or experts are copied slower and planned on the host")
     if not on_gpu:
         lines.append("no GPU: models run on the CPU, for trying out; --dtype bfloat16 halves their memory")
-    device_bytes, host_bytes = free["device_free_bytes"] or 0, free["host_free_bytes"] or 0
+    room = (free["device_free_bytes"] or 0) - ROOM_BYTES if on_gpu else None, free["host_free_bytes"] or 0
     rate = report["bandwidth_gbps"].get("host to device, one expert of 9.4 MB")
-    for name, (billions, outside, active) in MODELS.items():
-        whole, rest = (int(2e9 * size) for size in (billions, outside))
-        if whole + ROOM_BYTES <= device_bytes:
-            how = "fits: --policy resident, which is what runs without options"
-        elif on_gpu and rest + ROOM_BYTES <= device_bytes and whole - rest <= host_bytes:
-            slots = min(1.0, (device_bytes - rest - ROOM_BYTES) / (whole - rest))
-            how = (
-                f"fits with experts in host memory: --policy exact (the default), {100 * slots:.0f} % of them in slots"
-            )
-            if rate is not None:
-                how += f"; at most {2 * active / rate * 1e3:.0f} ms per token for what no slot holds"
-        else:
-            side = "free in main memory" if not on_gpu or rest + ROOM_BYTES <= device_bytes else "free on the GPU"
-            how = f"does not fit: its {whole / 1e9:.0f} GB are more than what is {side}"
-        lines.append(f"{name} in bfloat16 {how}")
+    for name, (*sizes, form) in MODELS.items():
+        share, how = fit(sizes, form, *room, rate)
+        line = f"{name} in {form} {how}"
+        if form == PLAIN and share < WANTED_SHARE:
+            better, how = fit(sizes, FEWER_BITS, *room, rate)
+            line += f"; with --expert-dtype {FEWER_BITS} it {how}" if better > share else ""
+        lines.append(line)
     return lines
+
+
+def fit(
+    sizes: Sequence[float], form: str, device_room: int | None, host_room: int, gbps: float | None
+) -> tuple[float, str]:
+    """How much of a model of MODELS can be on the GPU (of its experts, in slots), and how it runs."""
+    layout = replace(RECORD, format=EXPERT_FORMATS.get(form))
+    per_weight = layout.num_bytes / (3 * layout.hidden * layout.intermediate)
+    billions, outside, active = sizes
+    experts, rest = 1e9 * (billions - outside) * per_weight, 1e9 * outside * RECORD.dtype.itemsize
+    if device_room is None:
+        if experts + rest <= host_room:
+            return 1.0, "fits in main memory"
+        return 0.0, f"does not fit: its {(experts + rest) / 1e9:.0f} GB are more than what is free in main memory"
+    if experts + rest <= device_room:
+        return 1.0, "fits: --policy resident, which is what runs without options"
+    if rest > device_room or experts > host_room:
+        what, where = ("rest", "on the GPU") if rest > device_room else ("experts", "in main memory")
+        size = (rest if rest > device_room else experts) / 1e9
+        return 0.0, f"does not fit: its {what} ({size:.0f} GB) are more than what is free {where}"
+    share = (device_room - rest) / experts
+    how = f"fits with experts in host memory: --policy exact (the default), {100 * share:.0f} % of them in slots"
+    if gbps is not None:
+        how += f"; at most {active * per_weight / gbps * 1e3:.0f} ms per token for what no slot holds"
+    return share, how
 
 
 def lines(report: Report) -> list[str]:
