@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from tritonmoe.engine import Engine, embedded_folder
 from tritonmoe.generation.sampling import SamplingParams
 from tritonmoe.offload.trace import TraceRecorder
-from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, Placement
+from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, HYBRID, Placement
 from tritonmoe.prediction.default_vectors import DefaultVectors, model_identity
 from tritonmoe.prediction.estimator import Estimator
+from tritonmoe.prediction.hybrid import HybridChoice
 
 LAYERS, EXPERTS, VOCABULARY = 2, 4, 320
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
@@ -69,6 +70,7 @@ class Base:
         vectors.save(self.model / DEFAULT_VECTORS, identity, "none")
         estimator = Estimator.initial(spec, 16, 16, corrects=True, vectors=vectors.identity, seed=0)
         estimator.save(self.model / ESTIMATOR, identity, {})
+        HybridChoice(dict.fromkeys(list(spec.moe_layers)[1:], "estimator")).save(self.model / HYBRID, identity, {})
         engine.close()
         engine = Engine.from_pretrained(self.model, device="cpu", placement=SLOTS)
         with TraceRecorder(self.trace).attach(engine.decoder):

@@ -22,7 +22,7 @@ from mutation import damage_arrays, damage_bytes, damage_json
 from tritonmoe.engine import Engine
 from tritonmoe.files import write_file
 from tritonmoe.generation.sampling import SamplingParams
-from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, Placement
+from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, HYBRID, Placement
 from tritonmoe.text import template_sandbox
 from tritonmoe.text.chat_template import ChatTemplate
 from tritonmoe.text.tokenizer import Tokenizer
@@ -124,6 +124,10 @@ def load_vectors(base: Base, folder: Path, chance: random.Random) -> None:
 
 def load_estimator(base: Base, folder: Path, chance: random.Random) -> None:
     Engine.from_pretrained(folder, device="cpu", placement=Placement("est-pf", expert_slots="50%")).close()
+
+
+def load_hybrid(base: Base, folder: Path, chance: random.Random) -> None:
+    Engine.from_pretrained(folder, device="cpu", placement=Placement("hybrid-pf", expert_slots="50%")).close()
 
 
 # What is damaged
@@ -278,6 +282,7 @@ KINDS: dict[str, Kind] = {
     "template": Kind(template, render, fuzz_directed.TEMPLATES),
     "vectors": Kind(vectors, load_vectors),
     "estimator": Kind(estimator, load_estimator),
+    "hybrid": Kind(json_file(HYBRID), load_hybrid),
     "trace": Kind(trace, replay_trace, [fuzz_directed.bomb]),
     "changing": Kind(copies, load_while_changing),
     "files": Kind(other_file, load, [*other_files("model"), *other_files("sharded")]),
