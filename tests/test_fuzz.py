@@ -43,7 +43,7 @@ def test_five_hundred_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert found["cases"] == 507
     assert set(found["kinds"]) == set(KINDS)
     for kind in found["kinds"].values():
-        assert kind["accepted"] + sum(kind["refused"].values()) == kind["cases"] == 42
+        assert kind["accepted"] + sum(kind["refused"].values()) == kind["cases"] == 39
     assert sum(kind["accepted"] for kind in found["kinds"].values()) > 10  # some damage does no harm
 
 
