@@ -551,6 +551,11 @@ def prediction_policies() -> str:
     return "\n".join(texts)
 
 
+def prediction_caches() -> str:
+    texts = [f"{name}:\n\n{predicted(name, prediction.cache_table, 'caches')}" for name in siblings("caches")]
+    return "\n".join([predicted("nano", prediction.cache_table, "caches"), *texts])
+
+
 def prediction_published() -> str:
     part = read("published-speculating-experts.json")
     accuracy = part["accuracy"]
@@ -645,7 +650,7 @@ REGIONS: dict[str, Callable[[], str]] = {
     "prediction-recall": prediction_recall,
     "prediction-drift": prediction_drift,
     "prediction-policies": prediction_policies,
-    "prediction-caches": lambda: predicted("nano", prediction.cache_table, "caches"),
+    "prediction-caches": prediction_caches,
     "prediction-estimator": prediction_estimator,
     "prediction-published": prediction_published,
     "faults": faults,
