@@ -418,8 +418,10 @@ def test_recipes_are_of_known_options_and_the_sizes_wanted():
         parsed = train_nano.parse_arguments(["--recipe", str(path), "--text", "t", "--valid", "v"])
         config = train_nano.build_settings(parsed).model
         assert config.num_hidden_layers >= 24
-        experts = config.num_hidden_layers * config.num_experts * 3 * config.hidden_size * config.moe_intermediate_size
-        assert 64e6 < 2 * experts < 200e6, "bytes in bf16"
+        experts = config.num_experts * (3 * config.moe_intermediate_size + 1)  # with their rows of the router
+        attention = 2 * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
+        rows = config.num_hidden_layers * (experts + attention) + config.vocab_size
+        assert 64e6 < 2 * config.hidden_size * rows < 200e6, "bytes in bf16"
         assert config.moe_intermediate_size * config.num_experts_per_tok >= 2 * config.hidden_size
 
 
