@@ -422,7 +422,7 @@ def test_recipes_are_of_known_options_and_the_sizes_wanted():
         attention = 2 * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
         rows = config.num_hidden_layers * (experts + attention) + config.vocab_size
         assert 64e6 < 2 * config.hidden_size * rows < 200e6, "bytes in bf16"
-        assert config.moe_intermediate_size * config.num_experts_per_tok >= 2 * config.hidden_size
+        assert 2 * config.moe_intermediate_size * config.num_experts_per_tok >= config.hidden_size
 
 
 def test_recipe_with_an_unknown_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
