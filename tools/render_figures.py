@@ -23,6 +23,7 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "accuracy-nano.svg": ("prediction-nano.json", accuracy_by_bytes),
     "recall-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="text")),
     "recall-sibling-qwen3-tasks.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="tasks")),
+    "accuracy-sibling-qwen3.svg": ("prediction-sibling-qwen3.json", accuracy_by_bytes),
     "drift-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(drift_by_layer, corpus="text")),
 }
 
