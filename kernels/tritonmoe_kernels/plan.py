@@ -120,6 +120,12 @@ def look(landed_ptrs, mask, SEM: tl.constexpr):
 
 
 @triton.jit
+def look_up(table, ids, exists):
+    """Of each id the entry of a table [experts]; -1 where it is no expert's."""
+    return tl.where(exists, tl.gather(table, tl.where(exists, ids, 0), 0), -1)
+
+
+@triton.jit
 def read_queue(state, position, end, WINDOW: tl.constexpr):
     """The entries from `position` on: (slots, their scores when queued, whether there is an entry), each [WINDOW]."""
     places = position + tl.arange(0, WINDOW)
@@ -233,8 +239,11 @@ def refill(
 @triton.jit
 def take_all(
     state,
+    slots,
+    keys,
+    may_go,
     ranks,
-    taken,
+    wanted_of_these,
     wanted,
     head,
     end,
@@ -249,11 +258,14 @@ def take_all(
     BLOCK_R: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Serve the ranks [n] from `taken` up to `wanted`, with one refill if the queue ends before.
+    """Serve the ranks [n] up to `wanted`, with one refill if the queue ends before.
 
-    Returns (the slot of each of them or -1, ranks served so far, the queue's head and end, refills).
+    First from entries that were read before, [WINDOW], if they are still the queue's front: `wanted_of_these` is 0 if
+    not. Returns (the slot of each rank or -1, ranks served, the queue's head and end, refills).
     """
-    own = tl.full(ranks.shape, -1, tl.int32)
+    own, taken, head = take(
+        state, slots, keys, may_go, ranks, 0, wanted_of_these, head, end, epoch, used_at, guess, WINDOW
+    )
     refills = 0
     while (taken < wanted) & ((head < end) | (refills == 0)):
         tl.debug_barrier()  # what other warps stored in a slot's state or in the queue must be seen
@@ -394,7 +406,7 @@ def _plan_demand_kernel(
     if IS_LFU:
         uses = tl.load(state.uses + keys, mask=exists, other=0)
         uses_period = tl.load(state.uses_period + keys, mask=exists, other=0)
-    entry = tl.where(exists, tl.gather(table, tl.where(exists, ids, 0), 0), -1)
+    entry = look_up(table, ids, exists)
     first_at = tl.full([BLOCK_P], BLOCK_P, tl.int32)
     is_right = tl.zeros([BLOCK_G], tl.int32)
     is_kept = tl.full([BLOCK_P], 1, tl.int32)
@@ -443,13 +455,13 @@ def _plan_demand_kernel(
         may_go = may_go & ~is_needed
         epoch = 2 * tick
         wanted_now = tl.where(new_head == head, wanted, 0)  # else the front of the queue is another
-        new_slots, taken, new_head = take(
-            state, next_slots, next_keys, may_go, ranks, 0, wanted_now, new_head, end, epoch, tick, 0, WINDOW
-        )
-        more_slots, taken, new_head, end, _ = take_all(
+        new_slots, taken, new_head, end, _ = take_all(
             state,
+            next_slots,
+            next_keys,
+            may_go,
             ranks,
-            taken,
+            wanted_now,
             wanted,
             new_head,
             end,
@@ -464,7 +476,6 @@ def _plan_demand_kernel(
             BLOCK_R,
             COLUMNS,
         )
-        new_slots = tl.maximum(new_slots, more_slots)
         is_placed = is_new & (new_slots >= 0)
         entries = layer * DEMAND_STRIDE + ranks
         tl.store(state.slot_of + keys, new_slots, mask=is_placed)
@@ -555,7 +566,7 @@ def plan_demand(
         IS_LFU=eviction == "lfu",
         BLOCK_P=block_p,
         BLOCK_G=block_g,
-        BLOCK_E=max(32 * num_warps, next_power_of_2(num_experts)),  # no lane's state is read twice
+        BLOCK_E=_table_size(num_experts, num_warps),
         **_refill_tiles(state.queue_capacity, num_warps),
         WINDOW=WINDOW,
         num_warps=num_warps,
@@ -619,7 +630,7 @@ def _plan_prefetch_kernel(
     exists = (ids >= 0) & (ids < E)
     keys = layer * E + ids
     table = tl.where(expert_slots >= 0, (expert_slots << 1) | has_guess.to(tl.int32), -1)
-    entry = tl.where(exists, tl.gather(table, tl.where(exists, ids, 0), 0), -1)
+    entry = look_up(table, ids, exists)
     is_mapped = entry >= 0
     slots = entry >> 1  # -1 stays -1
     first_at = tl.full([BLOCK_P], BLOCK_P, tl.int32)
@@ -647,15 +658,15 @@ def _plan_prefetch_kernel(
     ranks = tl.where(is_new, number(is_new), -1)
     wanted = tl.minimum(tl.minimum(count(is_new), room - num_kept), tl.maximum(limit, 0))
     epoch = 2 * target + 1
-    new_slots, taken, new_head = take(
-        state, next_slots, next_keys, may_go, ranks, 0, wanted, head, end, epoch, 0, target, WINDOW
-    )
-    more_slots, taken, new_head, end, refills = take_all(
+    new_slots, taken, new_head, end, refills = take_all(
         state,
+        next_slots,
+        next_keys,
+        may_go,
         ranks,
-        taken,
         wanted,
-        new_head,
+        wanted,
+        head,
         end,
         tick,
         epoch,
@@ -668,7 +679,6 @@ def _plan_prefetch_kernel(
         BLOCK_R,
         COLUMNS,
     )
-    new_slots = tl.maximum(new_slots, more_slots)
     is_placed = new_slots >= 0
     entries = layer * GUESS_STRIDE + ranks
     tl.store(state.slot_of + keys, new_slots, mask=is_placed)
@@ -737,7 +747,7 @@ def plan_prefetch(
         F=state.queue_capacity,
         BLOCK_P=_block(ids.numel()),
         BLOCK_L=next_power_of_2(num_layers),
-        BLOCK_E=max(32 * PREFETCH_WARPS, next_power_of_2(num_experts)),
+        BLOCK_E=_table_size(num_experts, PREFETCH_WARPS),
         **_refill_tiles(state.queue_capacity, PREFETCH_WARPS),
         WINDOW=WINDOW,
         num_warps=PREFETCH_WARPS,
@@ -748,6 +758,11 @@ def plan_prefetch(
 def _block(count: int) -> int:
     """Lanes for so many ids."""
     return max(8, next_power_of_2(count))
+
+
+def _table_size(num_experts: int, num_warps: int) -> int:
+    """Entries of a table of experts: one for each thread at least, so that no expert's state is read twice."""
+    return max(32 * num_warps, next_power_of_2(num_experts))
 
 
 def _refill_tiles(capacity: int, num_warps: int) -> dict[str, int]:
