@@ -87,18 +87,33 @@ NO_ROOM = f"{NOT_FREE} in main memory"
     [
         (8, 64, [
             f"gpt-oss-20b in mxfp4 {IN_HOST}7 % of them in slots; at most 35 ms per token",
-            f"30B-A3B in bfloat16 {IN_HOST}2 % of them in slots; at most 100 ms per token",
-            f"235B-A22B in bfloat16 does not fit: its rest (16 GB) {NOT_FREE} on the GPU",
+            f"30B-A3B in bfloat16 {IN_HOST}2 % of them in slots; at most 100 ms per token for what no slot holds"
+            f"{WITH_INT4}{IN_HOST}8 % of them in slots; at most 28 ms per token",
+            f"235B-A22B in bfloat16 does not fit: its rest (16 GB) {NOT_FREE} on the GPU\n",
         ]),
         (24, 128, [
             f"gpt-oss-20b in mxfp4 {RESIDENT}",
-            f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}{WITH_INT4}{IN_HOST}",
+            f"30B-A3B in bfloat16 {IN_HOST}32 % of them in slots; at most 100 ms per token for what no slot holds\n",
+            f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}"
+            f"{WITH_INT4}{IN_HOST}4 % of them in slots; at most 222 ms per token",
+        ]),
+        (24, 64, [
+            f"gpt-oss-120b in mxfp4 {IN_HOST}28 % of them in slots; at most 53 ms per token",
+            f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}"
+            f"{WITH_INT4}does not fit: its experts (128 GB) {NO_ROOM}\n",
         ]),
         (141, 256, [
             f"gpt-oss-120b in mxfp4 {RESIDENT}",
             f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}{WITH_INT4}{RESIDENT}",
         ]),
-        (None, 40, [f"30B-A3B in bfloat16 does not fit: its 61 GB {NO_ROOM}{WITH_INT4}fits in"]),
+        (None, 125, [
+            "gpt-oss-120b in mxfp4 fits in main memory\n",
+            f"235B-A22B in bfloat16 does not fit: its 470 GB {NO_ROOM}{WITH_INT4}does not fit: its 144 GB {NO_ROOM}\n",
+        ]),
+        (None, 40, [
+            f"30B-A3B in bfloat16 does not fit: its 61 GB {NO_ROOM}{WITH_INT4}fits in main memory\n",
+            f"gpt-oss-120b in mxfp4 does not fit: its 65 GB {NO_ROOM}\n",
+        ]),
     ],
 )  # fmt: skip
 def test_advice(device_gib: int | None, host_gib: int, said: list[str]) -> None:
@@ -108,7 +123,7 @@ def test_advice(device_gib: int | None, host_gib: int, said: list[str]) -> None:
     }  # fmt: skip
     if device_gib is None:
         report["gpu"] = None
-    text = "\n".join(doctor.advice(report))
+    text = "".join(f"{line}\n" for line in doctor.advice(report))
     for line in said:
         assert line in text
 

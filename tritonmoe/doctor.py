@@ -212,8 +212,9 @@ def advice(report: Report) -> list[str]:
         share, how = fit(sizes, form, *room, rate)
         line = f"{name} in {form} {how}"
         if form == PLAIN and share < WANTED_SHARE:
-            better, how = fit(sizes, FEWER_BITS, *room, rate)
-            line += f"; with --expert-dtype {FEWER_BITS} it {how}" if better > share else ""
+            _, fewer = fit(sizes, FEWER_BITS, *room, rate)
+            if fewer != how:  # the same where what is not experts is too large
+                line += f"; with --expert-dtype {FEWER_BITS} it {fewer}"
         lines.append(line)
     return lines
 
