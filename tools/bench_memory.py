@@ -35,9 +35,10 @@ from tritonmoe.model.spec import ModelSpec
 from tritonmoe.model.weights import ModelWeights, Storage
 from tritonmoe.offload.experts import OffloadedExperts
 from tritonmoe.offload.policy import Policy
-from tritonmoe.placement.loader import Loading, Placement, PredictionFiles, decide, make_predictor
+from tritonmoe.placement.loader import Loading, Placement, decide, make_predictor
 from tritonmoe.placement.memory_plan import MemoryPlan
 from tritonmoe.placement.storage import resolve_storage
+from tritonmoe.prediction.files import PredictionFiles
 
 STEPS = 32
 SECONDS = 2.0  # for the timed steps, about

@@ -41,7 +41,7 @@ from tritonmoe import Engine, Generation, SamplingParams
 from tritonmoe.errors import InputError
 from tritonmoe.offload.policy import RESIDENT
 from tritonmoe.offload.trace import TraceRecorder, read_trace
-from tritonmoe.placement.loader import HYBRID
+from tritonmoe.prediction.files import HYBRID
 from tritonmoe.prediction.hybrid import load_hybrid
 
 PARTS = ("prediction", "policies", "caches")

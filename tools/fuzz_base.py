@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 from tritonmoe.engine import Engine, embedded_folder
 from tritonmoe.generation.sampling import SamplingParams
 from tritonmoe.offload.trace import TraceRecorder
-from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, HYBRID, Placement
+from tritonmoe.placement.loader import Placement
 from tritonmoe.prediction.default_vectors import DefaultVectors, model_identity
 from tritonmoe.prediction.estimator import Estimator
+from tritonmoe.prediction.files import DEFAULT_VECTORS, ESTIMATOR, HYBRID
 from tritonmoe.prediction.hybrid import HybridChoice
 
 LAYERS, EXPERTS, VOCABULARY = 2, 4, 320

@@ -13,7 +13,7 @@ from typing import Any
 
 from fuzz_base import INDEX, SHARDS, Base, split_header, with_header
 
-from tritonmoe.placement.loader import DEFAULT_VECTORS
+from tritonmoe.prediction.files import DEFAULT_VECTORS
 
 Directed = Callable[[Base, Path], None]
 OTHER_FILES = (

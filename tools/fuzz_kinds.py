@@ -22,7 +22,8 @@ from mutation import damage_arrays, damage_bytes, damage_json
 from tritonmoe.engine import Engine
 from tritonmoe.files import write_file
 from tritonmoe.generation.sampling import SamplingParams
-from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, HYBRID, Placement
+from tritonmoe.placement.loader import Placement
+from tritonmoe.prediction.files import DEFAULT_VECTORS, ESTIMATOR, HYBRID
 from tritonmoe.text import template_sandbox
 from tritonmoe.text.chat_template import ChatTemplate
 from tritonmoe.text.tokenizer import Tokenizer

@@ -40,7 +40,7 @@ from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.model.matrices import empty_matrix
 from tritonmoe.model.spec import ModelSpec
-from tritonmoe.placement.loader import DEFAULT_VECTORS
+from tritonmoe.prediction.files import DEFAULT_VECTORS
 from tritonmoe_kernels.quantized import QuantizedMatrix, WeightFormat
 
 SHARD_BYTES = 5 << 30

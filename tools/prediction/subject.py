@@ -15,9 +15,10 @@ from tritonmoe.checkpoint.hub import resolve_model
 from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.model.decoder import Decoder
 from tritonmoe.model.operations import operations
-from tritonmoe.placement.loader import DEFAULT_VECTORS, ESTIMATOR, Placement
+from tritonmoe.placement.loader import Placement
 from tritonmoe.prediction.default_vectors import DefaultVectors, load_default_vectors
 from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, load_estimator
+from tritonmoe.prediction.files import DEFAULT_VECTORS, ESTIMATOR
 from tritonmoe.prediction.predictors import RouterPredictor
 
 WINDOW = 1024  # tokens that see each other, where the model's context is not shorter

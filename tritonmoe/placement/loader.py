@@ -24,15 +24,11 @@ from tritonmoe.offload.experts import OffloadedExperts
 from tritonmoe.offload.policy import RESIDENT, TRAINED_PREDICTORS, Policy, resolve
 from tritonmoe.placement.memory_plan import MemoryPlan, format_bytes, plan, read_budget
 from tritonmoe.placement.storage import AUTO, PUBLISHED, WANTED_SHARE, Divided, choose, resolve_storage
-from tritonmoe.prediction.default_vectors import DefaultVectors, load_default_vectors
-from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, estimator_bytes, load_estimator
-from tritonmoe.prediction.hybrid import load_hybrid
+from tritonmoe.prediction.estimator import Estimator, estimator_bytes
+from tritonmoe.prediction.files import PredictionFiles
 from tritonmoe.prediction.predictors import HostPredictor, Predictor, RouterPredictor
 
 logger = logging.getLogger(__name__)
-
-# Beside a model's config.json.
-DEFAULT_VECTORS, ESTIMATOR, HYBRID = "default-vectors.safetensors", "estimator.safetensors", "hybrid.json"
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,8 @@ def load_decoder(
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
-    files = PredictionFiles.found(loading.folder, placement)
+    asked = placement.default_vectors, placement.estimator, placement.hybrid
+    files = PredictionFiles.found(loading.folder, *asked)
     policy, storage, division = decide(loading, placement, storages, max_context, batch, files)
     for line in division.lines():
         logger.info("%s", line)
@@ -119,9 +116,9 @@ def load_decoder(
     store = ExpertStore.allocate(spec, loading.dtype, storage)
     weights = loading.weights(storage, store)
     ops = operations(device)
-    vectors = files.load_vectors(policy, spec, weights)
+    vectors = files.load_vectors(spec, weights) if policy.uses_default_vectors else None
     defaults = None if vectors is None else vectors.by_layer(spec, device, loading.dtype)
-    estimator, kinds = files.load_trained(policy, spec, weights, vectors)
+    estimator, kinds = files.load_trained(policy.predictor, spec, weights, vectors)
     if estimator is not None:
         estimator = estimator.to(device, loading.dtype)
     predictor = make_predictor(policy, ops, spec, weights, defaults, estimator, kinds)
@@ -130,53 +127,6 @@ def load_decoder(
         ops, spec, weights, store, division.num_slots, policy, predictor, defaults, placement.measure
     )
     return Decoder(spec, weights, ops, experts), division
-
-
-@dataclass(frozen=True)
-class PredictionFiles:
-    """What was made for a model to foretell its experts with; None: there is no such file."""
-
-    vectors: Path | None
-    estimator: Path | None
-    hybrid: Path | None
-
-    @classmethod
-    def found(cls, folder: Path, placement: Placement) -> PredictionFiles:
-        """Those asked for, else those beside the model."""
-        asked = placement.default_vectors, placement.estimator, placement.hybrid
-        names = DEFAULT_VECTORS, ESTIMATOR, HYBRID
-        beside = [folder / name if (folder / name).is_file() else None for name in names]
-        return cls(*(given or file for given, file in zip(asked, beside, strict=True)))
-
-    @property
-    def trained(self) -> list[str]:
-        """The predictors that there is a file for."""
-        return [name for name in ("estimator", "hybrid") if getattr(self, name) is not None]
-
-    def load_vectors(self, policy: Policy, spec: ModelSpec, weights: ModelWeights) -> DefaultVectors | None:
-        """Where the policy has a use for them."""
-        if not policy.uses_default_vectors or self.vectors is None:
-            return None
-        return load_default_vectors(self.vectors, spec, weights)
-
-    def load_trained(
-        self, policy: Policy, spec: ModelSpec, weights: ModelWeights, vectors: DefaultVectors | None
-    ) -> tuple[Estimator | None, dict[int, str]]:
-        """The estimator where the policy needs it, and what foretells which layer (nothing said: the router)."""
-        kinds: dict[int, str] = {}
-        if policy.predictor == "estimator":
-            kinds = dict.fromkeys(list(spec.moe_layers)[1:], "estimator")
-        elif policy.predictor == "hybrid":
-            assert self.hybrid is not None
-            kinds = load_hybrid(self.hybrid, spec, weights).by_layer
-            if vectors is None and "quasi-hidden" in kinds.values():
-                raise InputError(f"{self.hybrid} needs the model's default vectors (tools/calibrate.py)")
-        if "estimator" not in kinds.values():
-            return None, kinds
-        if self.estimator is None:
-            raise InputError(f"{self.hybrid} needs the model's estimator (tools/train_estimator.py); give --estimator")
-        identity = NO_VECTORS if vectors is None else vectors.identity
-        return load_estimator(self.estimator, spec, weights, identity), kinds
 
 
 def _embedding_on_host(placement: Placement, device: torch.device) -> bool:
