@@ -217,7 +217,7 @@ def report(spec: ModelSpec, counts: torch.Tensor) -> list[str]:
     return lines
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")
     parser.add_argument("--built-in", action="store_true", help="begin with the built-in sample, then the files")

@@ -5,21 +5,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from typing import NoReturn
 
-from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
-
-
-class Parser(argparse.ArgumentParser):
-    """Reports a mistake in one line instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise InputError(f"{message} (--help lists the options)")
+from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, TritonMoeError
+from tritonmoe.generate import Parser
 
 
-def run_command(
-    run: Callable[[argparse.Namespace], object], parser: argparse.ArgumentParser, arguments: Sequence[str] | None
-) -> int:
+def run_command(run: Callable[[argparse.Namespace], object], parser: Parser, arguments: Sequence[str] | None) -> int:
     """The exit code of `run` on the parsed arguments (None: of this process); bad input is one line on stderr."""
     try:
         run(parser.parse_args(arguments))

@@ -49,7 +49,7 @@ BASELINE = Asked.parse(RESIDENT)
 DEFAULT_POLICIES = "exact,router-pf,router-pf+gate=routed,router-pf+predict=residual,est-pf,hybrid-pf,router-free"
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(default: all)")

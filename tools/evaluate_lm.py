@@ -122,7 +122,7 @@ class PolicyModel(TemplateLM):
         )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks")

@@ -380,7 +380,7 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("trace", type=Path, metavar="TRACE", help="written by --trace")
     parser.add_argument("--slots", nargs="+", metavar="N|P%", help="several: one row each (default: as recorded)")

@@ -41,7 +41,7 @@ LARGE_CONFIG = ROOT / "tools/bench/configs/qwen3-30b-a3b.json"
 LARGE_TOKENS, LARGE_CHUNK, LARGE_SHARE = 4_500_000, 4096, 0.3  # the paper's 4 to 5 million; of the peak, assumed
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     parser.add_argument("model", metavar="MODEL", help="a folder, a hub id, or 'nano': the embedded model")
     parser.add_argument("texts", nargs="*", type=Path, metavar="TEXT", help="UTF-8 files (default: a built-in sample)")

@@ -36,7 +36,7 @@ EXIT_CODES = """exit codes:
 """
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """Reports a mistake in one line instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
@@ -51,7 +51,7 @@ class _Shown(logging.Formatter):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="python -m tritonmoe.generate",
         description="Continue a prompt with a Mixture-of-Experts language model, or chat with it.",
         epilog=EXIT_CODES + "\n`python -m tritonmoe.doctor` tests this machine and says what it can run.\n",
