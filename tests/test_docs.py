@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import render_docs
+from documents import markdown, measurement, performance
 
 ROOT = Path(__file__).resolve().parent.parent
 ALL = [ROOT / "README.md", ROOT / "kernels/README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -32,6 +33,9 @@ def test_every_region_is_in_a_document_and_rendered() -> None:
     named = {path: re.findall(r"<!-- generated: (\S+) -->", path.read_text(encoding="utf-8")) for path in ALL}
     assert {name for names in named.values() for name in names} == render_docs.REGIONS.keys()
     assert {path for path, names in named.items() if names} == set(render_docs.DOCUMENTS)
+    for path, source in render_docs.SOURCES.items():
+        assert source.REGIONS.keys() <= set(named[path]), f"{source.__name__} has regions of another document"
+    assert len(render_docs.REGIONS) == sum(len(source.REGIONS) for source in render_docs.SOURCES.values())
 
 
 def test_readme_names_every_module() -> None:
@@ -87,7 +91,7 @@ def test_commands_of_readme_are_found() -> None:
 @pytest.fixture
 def measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder in place of docs/measurements."""
-    monkeypatch.setattr(render_docs, "MEASUREMENTS", tmp_path)
+    monkeypatch.setattr(measurement, "MEASUREMENTS", tmp_path)
     return tmp_path
 
 
@@ -115,7 +119,7 @@ def bench_row(batch: int = 1, baseline: dict[str, Any] | None = None, **more: An
 
 
 def store_bench(folder: Path, rows: list[dict[str, Any]]) -> None:
-    for name in render_docs.BENCHES:
+    for name in performance.BENCHES:
         store(
             folder,
             name,
@@ -302,7 +306,7 @@ def test_memory_taken_beside_the_budget(measurements: Path) -> None:
     ("value", "text"), [(0.004837, "0.00484"), (0.0, "0.00"), (2.6, "2.60"), (99.96, "100"), (4270.4, "4,270")]
 )
 def test_figures_have_three_digits(value: float, text: str) -> None:
-    assert render_docs.figure(value) == text
+    assert markdown.figure(value) == text
 
 
 def test_what_formats_cost(measurements: Path) -> None:

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ABSENT = "—"
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "".join("| " + " | ".join(line) + " |\n" for line in lines)
-
-
-def percent(share: float | None) -> str:
-    return ABSENT if share is None else f"{100 * share:.1f}"
+from documents.markdown import ABSENT, percent, percent_right, table
 
 
 def recall_table(part: dict[str, Any], corpus: str, measure: str = "recall") -> str:
@@ -67,10 +58,6 @@ def accuracy_of(row: dict[str, Any]) -> tuple[float, float] | None:
     return sum(cell["accuracy"] for cell in cells) / len(cells), error
 
 
-def shown(cell: dict[str, float]) -> str:
-    return f"{percent(cell['accuracy'])} ± {percent(cell['standard_error'])}"
-
-
 def policy_table(part: dict[str, Any]) -> str:
     """Text and answers by policy."""
     rows = part["results"]
@@ -85,7 +72,7 @@ def policy_table(part: dict[str, Any]) -> str:
             [
                 row["policy"] + place,
                 f"{row['text']['perplexity'] / row['text']['baseline_perplexity']:.4f}" if "text" in row else ABSENT,
-                *(shown(row["tasks"][name]) for name in names),
+                *(percent_right(row["tasks"][name]) for name in names),
                 ABSENT if mean is None else f"{percent(mean[0])} ± {percent(mean[1])}",
                 percent(same),
                 items or ABSENT,
