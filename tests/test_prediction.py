@@ -177,6 +177,16 @@ def test_training_helps_and_is_repeatable(study_folder: Path, tmp_path: Path) ->
     assert "rule" in json.loads((study_folder / "hybrid.json").read_text())["why"]
 
 
+def test_files_asked_for_must_exist_also_beside_the_model(
+    model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text, missing = tmp_path / "text.txt", model_folder / "estimator.safetensors"
+    text.write_text(TEXT)
+    arguments = [str(text), "--model", str(model_folder), "--device", "cpu", "--out", str(tmp_path / "hybrid.json")]
+    assert calibrate.main([*arguments, "--choose-hybrid", "--estimator", str(missing)]) == 2
+    assert f"{missing}: " in capsys.readouterr().err
+
+
 def test_evaluate_whole(study_folder: Path, tmp_path: Path) -> None:
     items = make_test_items("lookup", "easy", 2)
     rows = [{"prompt": t.prompt, "final": t.final, "answer": t.answer, "tests": []} for t in items]

@@ -41,7 +41,6 @@ from tritonmoe import Engine, Generation, SamplingParams
 from tritonmoe.errors import InputError
 from tritonmoe.offload.policy import RESIDENT
 from tritonmoe.offload.trace import TraceRecorder, read_trace
-from tritonmoe.prediction.files import HYBRID
 from tritonmoe.prediction.hybrid import load_hybrid
 
 PARTS = ("prediction", "policies", "caches")
@@ -108,8 +107,8 @@ def measure_prediction(subject: Subject, options: argparse.Namespace, tasks: dic
     if not corpora:
         raise InputError("the part prediction needs --text or --tasks")
     estimator = subject.load_estimator(None)
-    path = subject.folder / HYBRID
-    kinds = load_hybrid(path, decoder.spec, decoder.weights).by_layer if path.is_file() else None
+    path = subject.files.hybrid
+    kinds = None if path is None else load_hybrid(path, decoder.spec, decoder.weights).by_layer
     if kinds is not None and estimator is None and "estimator" in kinds.values():
         kinds = None
     results: dict[str, Any] = {"top_k": next(iter(decoder.spec.moe_layers.values())).num_experts_per_tok}

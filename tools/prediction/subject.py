@@ -16,9 +16,9 @@ from tritonmoe.engine import EMBEDDED, embedded_folder
 from tritonmoe.model.decoder import Decoder
 from tritonmoe.model.operations import operations
 from tritonmoe.placement.loader import Placement
-from tritonmoe.prediction.default_vectors import DefaultVectors, load_default_vectors
+from tritonmoe.prediction.default_vectors import DefaultVectors
 from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, load_estimator
-from tritonmoe.prediction.files import DEFAULT_VECTORS, ESTIMATOR
+from tritonmoe.prediction.files import PredictionFiles
 from tritonmoe.prediction.predictors import RouterPredictor
 
 WINDOW = 1024  # tokens that see each other, where the model's context is not shorter
@@ -29,7 +29,7 @@ class Subject:
     """An engine whose experts all run as routed, and the model's default vectors."""
 
     engine: Engine
-    folder: Path
+    files: PredictionFiles
     vectors: DefaultVectors | None
     defaults: torch.Tensor | None  # the same, [layers, E, H] on the device
 
@@ -43,8 +43,8 @@ class Subject:
 
     def load_estimator(self, path: Path | None) -> Estimator | None:
         """That of a file, or the one beside the model where there is one, on the device."""
-        path = self.folder / ESTIMATOR if path is None else path
-        if path.parent == self.folder and not path.is_file():
+        path = path or self.files.estimator
+        if path is None:
             return None
         decoder = self.decoder
         return load_estimator(path, decoder.spec, decoder.weights, self.vectors_identity).to(
@@ -93,13 +93,11 @@ def load(options: argparse.Namespace) -> Subject:
         placement=placement,
         progress=sys.stderr.isatty(),
     )
-    folder, decoder = folder_of(options.model), engine.decoder
-    path = options.default_vectors or folder / DEFAULT_VECTORS
-    vectors = defaults = None
-    if options.default_vectors is not None or path.is_file():
-        vectors = load_default_vectors(path, decoder.spec, decoder.weights)
-        defaults = vectors.by_layer(decoder.spec, decoder.device, decoder.dtype)
-    return Subject(engine, folder, vectors, defaults)
+    decoder = engine.decoder
+    files = PredictionFiles.found(folder_of(options.model), options.default_vectors)
+    vectors = files.load_vectors(decoder.spec, decoder.weights)
+    defaults = None if vectors is None else vectors.by_layer(decoder.spec, decoder.device, decoder.dtype)
+    return Subject(engine, files, vectors, defaults)
 
 
 def window_length(subject: Subject, asked: int | None) -> int:

@@ -106,8 +106,7 @@ def load_decoder(
     storages = resolve_storage(placement.expert_dtype, placement.dense_dtype, spec, loading.dtype, published)
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
-    asked = placement.default_vectors, placement.estimator, placement.hybrid
-    files = PredictionFiles.found(loading.folder, *asked)
+    files = PredictionFiles.found(loading.folder, placement.default_vectors, placement.estimator, placement.hybrid)
     policy, storage, division = decide(loading, placement, storages, max_context, batch, files)
     for line in division.lines():
         logger.info("%s", line)

@@ -25,11 +25,15 @@ class PredictionFiles:
     hybrid: Path | None
 
     @classmethod
-    def found(cls, folder: Path, *asked: Path | None) -> PredictionFiles:
-        """Those asked for, in the order of the fields, else those beside the model in `folder`."""
-        names = DEFAULT_VECTORS, ESTIMATOR, HYBRID
-        beside = [folder / name if (folder / name).is_file() else None for name in names]
-        return cls(*(given or file for given, file in zip(asked, beside, strict=True)))
+    def found(
+        cls, folder: Path, vectors: Path | None = None, estimator: Path | None = None, hybrid: Path | None = None
+    ) -> PredictionFiles:
+        """Those asked for, whether they exist or not, else those beside the model in `folder`."""
+
+        def beside(name: str) -> Path | None:
+            return folder / name if (folder / name).is_file() else None
+
+        return cls(vectors or beside(DEFAULT_VECTORS), estimator or beside(ESTIMATOR), hybrid or beside(HYBRID))
 
     @property
     def trained(self) -> list[str]:
