@@ -50,7 +50,7 @@ class _Shown(logging.Formatter):
         return printable(super().format(record))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(
         prog="python -m tritonmoe.generate",
         description="Continue a prompt with a Mixture-of-Experts language model, or chat with it.",

@@ -23,6 +23,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def files(pattern: str) -> list[str]:
+    """The names of the files, that of a measurement before those of its other runs ("a.json" before "a-b.json")."""
     return [path.name for path in sorted(MEASUREMENTS.glob(pattern), key=lambda path: path.stem)]
 
 

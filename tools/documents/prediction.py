@@ -13,7 +13,7 @@ from documents.measurement import files, origin, read, runs
 EMBEDDED = "prediction-nano"
 
 
-def part_of(name: str, part: str, show: Callable[[dict[str, Any]], str]) -> str:
+def _part_of(name: str, part: str, show: Callable[[dict[str, Any]], str]) -> str:
     """A part of a model's evaluation; FileNotFoundError where it was not measured."""
     content = read(name)
     if part not in content:
@@ -21,10 +21,10 @@ def part_of(name: str, part: str, show: Callable[[dict[str, Any]], str]) -> str:
     return show(content[part]) + origin(content[part])
 
 
-def of_siblings(part: str, show: Callable[[dict[str, Any]], str], sign: str = ":\n\n") -> list[str]:
+def _of_siblings(part: str, show: Callable[[dict[str, Any]], str], sign: str = ":\n\n") -> list[str]:
     """That part of the larger models of which it was measured, each after its name and a sign."""
     names = [name for name in files("prediction-sibling-*.json") if part in read(name)]
-    return [f"{_model(name)}{sign}{part_of(name, part, show)}" for name in names]
+    return [f"{_model(name)}{sign}{_part_of(name, part, show)}" for name in names]
 
 
 def _model(name: str) -> str:
@@ -38,8 +38,8 @@ def prediction_recall() -> str:
         corpora = [name for name in ("text", "tasks", "untrained") if name in part["results"]]
         return "\n".join(f"{corpus}:\n\n{summary_table(part, corpus)}" for corpus in corpora)
 
-    own = part_of(f"{EMBEDDED}.json", "prediction", _recall)
-    return "\n".join([own, *of_siblings("prediction", means, ", ")])
+    own = _part_of(f"{EMBEDDED}.json", "prediction", _recall)
+    return "\n".join([own, *_of_siblings("prediction", means, ", ")])
 
 
 def _recall(part: dict[str, Any]) -> str:
@@ -55,19 +55,19 @@ def prediction_drift() -> str:
     def show(part: dict[str, Any]) -> str:
         return "\n".join(f"On {corpus}:\n\n{drift_table(part, corpus)}" for corpus in ("text", "tasks"))
 
-    return part_of(f"{EMBEDDED}.json", "prediction", show)
+    return _part_of(f"{EMBEDDED}.json", "prediction", show)
 
 
 def prediction_policies() -> str:
     def show(part: dict[str, Any]) -> str:
         return f"{policy_table(part)}\n{traffic_table(part)}"
 
-    own = [part_of(name, "policies", show) for name in runs(EMBEDDED)]
-    return "\n".join([*own, *of_siblings("policies", show)])
+    own = [_part_of(name, "policies", show) for name in runs(EMBEDDED)]
+    return "\n".join([*own, *_of_siblings("policies", show)])
 
 
 def prediction_caches() -> str:
-    return "\n".join([part_of(f"{EMBEDDED}.json", "caches", cache_table), *of_siblings("caches", cache_table)])
+    return "\n".join([_part_of(f"{EMBEDDED}.json", "caches", cache_table), *_of_siblings("caches", cache_table)])
 
 
 def prediction_published() -> str:
