@@ -24,7 +24,7 @@ from tritonmoe.model.weights import ModelWeights
 from tritonmoe.offload.device_scheduler import RoutingTables
 from tritonmoe.offload.policy import Policy, minimum_slots, resolve
 from tritonmoe.offload.trace import TraceRecorder, read_trace
-from tritonmoe_kernels.planner_state import check_integrity
+from tritonmoe_kernels.planner_state import Header, PlannerState, check_integrity
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 FETCH_DELAY = 5000  # turns of about a microsecond before every chunk: longer than the launches of a layer
@@ -243,6 +243,32 @@ def test_interrupted_between_launches(name: str) -> None:
         experts._devices.clear()
         assert torch.equal(generate(offloaded.decoder, 1), expected)
         check(offloaded)
+
+
+def test_a_plan_interrupted_halfway() -> None:
+    """Slots have new owners already, and not yet the epoch that they wait for: nothing in them may be believed."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    expected = generate(Decoder(spec, weights), 1)
+    offloaded = on_device(spec, weights, 6, POLICIES["quasi-hidden"])
+    experts, ops = offloaded.experts, offloaded.experts._ops
+
+    def interrupted(state: PlannerState, layer: int, *arguments: Any) -> None:
+        ops.plan_demand(state, layer, *arguments)
+        count = int(state.num_demand[layer])
+        if count and int(state.header[Header.TICK]) > 20:
+            slots = state.demand_slot[layer, :count].long()
+            state.copy_epoch[slots] = state.landed[slots]
+            raise KeyboardInterrupt
+
+    experts._ops = ops._replace(plan_demand=interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        generate(offloaded.decoder, 1)
+    experts._ops = ops
+    experts._devices.clear()  # but not the one that holds the slots
+    for _ in range(2):
+        assert torch.equal(generate(offloaded.decoder, 1), expected)
+    check(offloaded)
 
 
 def test_batches_that_take_turns() -> None:

@@ -239,16 +239,19 @@ class OffloadedExperts(Experts):
             logger.warning("the host plans decode steps, which is slower: %s", why)
 
     def _take_back(self) -> None:
-        """Have the pool hold the slots again."""
-        device = self._device
+        """Have the pool hold the slots again; of a step that was interrupted halfway nobody knows what they hold."""
+        device, was_torn = self._device, self._is_torn
         if device is None:
             return
         self._is_torn = True  # until the pool is true of the slots
         self._device = None
         device.collect(self.counters)
         self._guard_line = device.guard_line()
-        device.store(self.pool)
-        self._is_torn = False
+        if was_torn:
+            device.settle()
+        else:
+            device.store(self.pool)
+            self._is_torn = False
 
     def report(self) -> list[str]:
         if self._device is not None:
