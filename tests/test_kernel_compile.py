@@ -111,12 +111,14 @@ def quantized(form: WeightFormat, *shape: int) -> QuantizedMatrix:
 
 
 def experts(
-    tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype, form: WeightFormat | None = None
-) -> None:
+    tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype, form: WeightFormat | None = None,
+    programs: int | None = None,
+) -> None:  # fmt: skip
     slots, shapes = torch.zeros(tokens, top_k, dtype=torch.int32), ((2, 2 * size, hidden), (2, hidden, size))
     gate_up, down = (quantized(form, *s) if form else torch.ones(s, dtype=dtype) for s in shapes)
     biases = tuple(torch.ones(s[:2], dtype=dtype) if kind == "swiglu_clamped" else None for s in shapes)
-    out = expert_gemm(torch.ones(tokens, hidden, dtype=dtype), slots, gate_up, down, *biases, kind, 7.0, 1.702)
+    x, options = torch.ones(tokens, hidden, dtype=dtype), (kind, 7.0, 1.702)
+    out = expert_gemm(x, slots, gate_up, down, *biases, *options, programs=programs)
     combine(out, torch.ones(tokens, top_k))
 
 
@@ -125,7 +127,7 @@ def plan(
 ) -> None:
     state = PlannerState.allocate(48, num_experts, slots, tokens, top_k, candidates, "cpu")
     ids = torch.zeros(tokens, top_k, dtype=torch.int32)
-    plan_demand(state, layer, ids, ids.float(), ids.clone(), ids.clone(), ids.clone(), 0.1, "lfu")
+    plan_demand(state, layer, ids, ids.float(), ids.clone(), ids.clone(), 0.1, "lfu")
     foretold = torch.zeros(tokens, candidates, dtype=torch.int32)
     plan_prefetch(state, layer, foretold, distance, ids.numel())
 
@@ -175,6 +177,7 @@ DECODE: dict[str, Case] = {
     "attention-qwen3": lambda dtype: attention(1, 32, 4, 128, None, dtype),
     "attention-gpt_oss": lambda dtype: attention(1, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype),
+    "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, programs=264),
     "plan-qwen3": lambda _: plan(1, 8, 10, 128, 2048),
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
     "fetch-demand": lambda _: fetching(False),

@@ -109,31 +109,16 @@ def test_rows_of_absent_experts_stay(form: str) -> None:
     assert out.equal(run_poisoned(x, slot_ids, experts, form=form))
 
 
+@pytest.mark.parametrize("programs", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_halves_of_early_and_late_experts_make_the_whole(dtype: torch.dtype) -> None:
+def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> None:
     experts = make_experts(5, 36, 20, dtype, biases=True)
     x, slot_ids = randn(3, 36, dtype=dtype), random_slots(3, 4, 5)
-    late = torch.zeros_like(slot_ids, dtype=torch.bool)
-    late[0, 2] = late[1] = True
-    hidden, out = poisoned(3, 4, 20, dtype=dtype), poisoned(3, 4, 36, dtype=dtype)
-    for ids in (slot_ids.masked_fill(late, -1), slot_ids.masked_fill(~late, -1)):
-        done = expert_gemm(x, ids, *experts, hidden=hidden, part="gate_up")
-        assert done is hidden
-        expected = expert_gemm_ref(x, ids, *experts, hidden=hidden.clone(), part="gate_up")
-        assert_close(hidden[ids >= 0], expected[ids >= 0])
-    expert_gemm(x, slot_ids, *experts, out=out, hidden=hidden, part="down")
-    assert out.equal(run_poisoned(x, slot_ids, experts, form="decode"))
-    assert_close(out, expert_gemm_ref(x, slot_ids, *experts, hidden=hidden, part="down"))
-
-
-@pytest.mark.parametrize(("part", "form"), [("up", "decode"), ("down", "prefill")])
-def test_refuses_parts_it_does_not_have(part: str, form: str) -> None:
-    experts = make_experts(2, 16, 16, torch.float32)
-    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="part must be"):
-        expert_gemm(randn(1, 16), slot_ids, *experts, hidden=randn(1, 1, 16), part=part, form=form)
-    with pytest.raises(ValueError, match="hidden is needed"):
-        expert_gemm(randn(1, 16), slot_ids, *experts, part="down")
+    slot_ids[0, 2] = slot_ids[1] = -1
+    absent = slot_ids < 0
+    out = run_poisoned(x, slot_ids, experts, programs=programs)
+    assert out[absent].isnan().all()
+    assert out[~absent].equal(run_poisoned(x, slot_ids, experts)[~absent])
 
 
 @pytest.mark.parametrize("form", FORMS)

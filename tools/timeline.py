@@ -78,7 +78,7 @@ def read_launches(replay: TableReplay, moe_layers: Sequence[int]) -> list[Launch
             getattr(state, f"{kind}_{name}")[layer, :count].tolist() for name in ("key", "slot", "arrivals")
         )
         experts = [key % num_experts for key in keys]
-        hits, misses, _ = (ids.flatten().tolist() for ids in device._slot_ids[layer])
+        hits, misses = (ids.flatten().tolist() for ids in device._slot_ids[layer])
         routed = replay.routed_ids(layer)
         outcomes = [
             "demand" if kind == "demand" else outcome(expert in routed, slot in hits, slot in misses, arrived, programs)

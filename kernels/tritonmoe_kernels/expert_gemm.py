@@ -73,6 +73,7 @@ def _gate_up_decode_kernel(
     stride_bs,
     limit,
     alpha,
+    TILES: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
@@ -85,11 +86,34 @@ def _gate_up_decode_kernel(
 ):
     await_inputs(PDL)
     release_dependents(PDL)
-    pair = tl.program_id(0)
-    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
-    if slot < 0:
-        return
-    first = tl.program_id(1) * BLOCK_N
+    if TILES is None:
+        pair = tl.program_id(0)
+        slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+        if slot >= 0:
+            _gate_up_tile(
+                hidden_ptr, x_ptr, pair, slot, tl.program_id(1) * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
+                limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, EVICT,
+            )  # fmt: skip
+    else:
+        tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
+        for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
+            tile = tl.full((), i, tl.int32)  # an int under the interpreter
+            pair = tile // tiles
+            slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+            if slot >= 0:
+                _gate_up_tile(
+                    hidden_ptr, x_ptr, pair, slot, tile % tiles * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
+                    limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, EVICT,
+                )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    hidden_ptr, x_ptr, pair, slot, first, gate_up, bias_ptr, strides_ws, stride_bs, limit, alpha, TOP_K: tl.constexpr,
+    HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Units `first` to `first` + BLOCK_N of one pair's expert."""
     rows = tile_rows(first, INTERMEDIATE, BLOCK_N)
     row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
     gate_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
@@ -124,6 +148,7 @@ def _down_decode_kernel(
     bias_ptr,  # [S, HIDDEN] or None
     strides_ws,
     stride_bs,
+    TILES: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -132,13 +157,39 @@ def _down_decode_kernel(
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pair = tl.program_id(0)
-    slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # written before the last launch, as the slot's weights
-    if slot < 0:
+    if TILES is None:
+        pair = tl.program_id(0)
+        slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # written before the last launch, as the slot's weights
+        if slot < 0:
+            await_inputs(PDL)
+            release_dependents(PDL)
+            return
+        _down_tile(
+            out_ptr, hidden_ptr, pair, slot, tl.program_id(1) * BLOCK_N, down, bias_ptr, strides_ws, stride_bs, HIDDEN,
+            INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, EVICT, PDL,
+        )  # fmt: skip
+    else:
         await_inputs(PDL)
         release_dependents(PDL)
-        return
-    first = tl.program_id(1) * BLOCK_N
+        tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+        for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
+            tile = tl.full((), i, tl.int32)  # an int under the interpreter
+            pair = tile // tiles
+            slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+            if slot >= 0:
+                _down_tile(
+                    out_ptr, hidden_ptr, pair, slot, tile % tiles * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
+                    HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, EVICT, False,
+                )  # fmt: skip
+
+
+@triton.jit
+def _down_tile(
+    out_ptr, hidden_ptr, pair, slot, first, down, bias_ptr, strides_ws, stride_bs, HIDDEN: tl.constexpr,
+    INTERMEDIATE: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVICT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Rows `first` to `first` + BLOCK_N of one pair's expert; asks for weights before it waits for `hidden`."""
     rows = tile_rows(first, HIDDEN, BLOCK_N)
     row_ptr = hidden_ptr + pair * INTERMEDIATE
     tile = fetch_weights(down, strides_ws, slot, first, rows, 0, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
@@ -302,7 +353,7 @@ def expert_gemm(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    part: str | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -310,31 +361,23 @@ def expert_gemm(
     biases [S, 2I] and [S, H]. Both matrices may be quantised, in one format. Slots may be any stride apart (records of
     a pool; a multiple of 16 elements, of 64 bytes of codes, keeps loads wide), each matrix is contiguous. `out`
     [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be passed in. `num_experts` as in
-    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `part` "gate_up" (which returns
-    `hidden`) or "down" runs that half alone of the decode form: experts that arrive late are put through gate_up when
-    they are there, and then all through down. As down reads ids and weights early
-    (dependent_launch.py), both must have been written before the launch in front of it, which gate_up is.
+    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `programs` is the most a launch
+    of the decode form has, where few experts are expected to be present: each looks for what there is to do. By default
+    it has one for each tile, thousands in all, whose start takes the device microseconds even if none has work.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
-    if part is not None and hidden is None:
-        raise ValueError("hidden is needed: it is what the halves of the decode form share")
     hidden = _buffer("hidden", hidden, x, (tokens, top_k, down.shape[2]), zero=False)
-    # `out` is not part of the first half, which returns what it wrote.
-    out = hidden if part == "gate_up" else _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
+    out = _buffer("out", out, x, (tokens, top_k, x.shape[1]), zero=True)
     if form is None:
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
-    if part not in (None, "gate_up", "down") or (part is not None and form != "decode"):
-        raise ValueError(f"part must be 'gate_up' or 'down', of the decode form, or None, not {part!r} of {form}")
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
-        if part != "down":
-            _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden)
-        if part != "gate_up":
-            _down_decode(slot_ids, down, down_bias, out, hidden)
+        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, programs)
+        _down_decode(slot_ids, down, down_bias, out, hidden, programs)
     else:
         name = _format_name(gate_up)
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device, name)
@@ -388,13 +431,19 @@ def _format_name(matrix: Matrix) -> str | None:
     return matrix.format.name if isinstance(matrix, QuantizedMatrix) else None
 
 
-def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> None:
+def _decode_grid(pairs: int, tiles: int, programs: int | None) -> tuple[tuple[int, ...], int | None]:
+    """The grid, and how many tiles its programs share; None where each has its own."""
+    return ((pairs, tiles), None) if programs is None else ((min(programs, pairs * tiles),), pairs * tiles)
+
+
+def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, programs) -> None:
     tokens, top_k = slot_ids.shape
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
     parts, strides, layout = operands(gate_up)
     shape = (intermediate, hidden_size)
     launch = launch_config("expert_gate_up_decode", x.dtype, shape, tokens, x.device, layout.name)
-    _gate_up_decode_kernel[(tokens * top_k, cdiv(intermediate, launch["block_n"]))](
+    grid, tiles = _decode_grid(tokens * top_k, cdiv(intermediate, launch["block_n"]), programs)
+    _gate_up_decode_kernel[grid](
         hidden,
         x,
         slot_ids,
@@ -404,6 +453,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> N
         0 if bias is None else bias.stride(0),
         limit,
         alpha,
+        TILES=tiles,
         TOP_K=top_k,
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
@@ -417,13 +467,14 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden) -> N
     )
 
 
-def _down_decode(slot_ids, down, bias, out, hidden) -> None:
+def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
     tokens, top_k = slot_ids.shape
     hidden_size, intermediate = down.shape[1:]
     parts, strides, layout = operands(down)
     shape = (hidden_size, intermediate)
     launch = launch_config("expert_down_decode", hidden.dtype, shape, tokens, hidden.device, layout.name)
-    _down_decode_kernel[(tokens * top_k, cdiv(hidden_size, launch["block_n"]))](
+    grid, tiles = _decode_grid(tokens * top_k, cdiv(hidden_size, launch["block_n"]), programs)
+    _down_decode_kernel[grid](
         out,
         hidden,
         slot_ids,
@@ -431,6 +482,7 @@ def _down_decode(slot_ids, down, bias, out, hidden) -> None:
         bias,
         strides,
         0 if bias is None else bias.stride(0),
+        TILES=tiles,
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         LAYOUT=layout,

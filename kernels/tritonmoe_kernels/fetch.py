@@ -4,9 +4,11 @@ Floor of `fetch`: the bytes of the list over the link. One bf16 record of 9.44 M
 engine, PCIe 5 x16) and 184 us at 51.2 GB/s (a kernel that reads host memory); a 4-bit record of 2.507 MB 46 and 49 us.
 
 Schedule: a few programs share every record, in list order, by chunks in turn. A read over PCIe takes 1-2 us, so bytes
-in flight decide: a chunk of 8192 words on 8 warps is 8 loads of 16 bytes a thread before its first store, and 8
+in flight decide: a chunk of 4096 words on 4 warps is 8 loads of 16 bytes a thread before its first store, and 16
 programs have 262 KB under way where 51.2 GB/s needs about 100 KB. What is to spare hides what a program does between
 two records. The list is read on the device, so one captured launch serves any list; an empty one ends after one load.
+A launch costs 4.5 to 5 us beside its records' time (8 programs of 8192 words: 6), two reads and the way there and back
+of the first and the last chunk. Small programs find a place sooner beside others that fill the device.
 
 Publication: a program that stored its part of a record arrives at the record's counter; the last of them writes the
 copy's epoch to `landed`. Barrier, acquire-release count and release exchange make every program's stores visible to
@@ -15,10 +17,10 @@ whoever reads that epoch with an acquire.
 A speculative record may be refuted while it is copied: then its slot's `copy_epoch` is no longer the entry's. Programs
 look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
 scalar atomic, as a load may be served from L1, and it is issued while the loads of a chunk are under way: its
-microsecond is theirs too. Were it not, one look in 4 chunks of 5 us (8 programs at 51.2 GB/s) would take 5 % of a
+microsecond is theirs too. Were it not, one look in 2 chunks of 5 us (16 programs at 51.2 GB/s) would take 10 % of a
 program's time, and nothing of the link's until the bytes in flight to spare are used up. Nothing waits for another
-branch of a graph: programs look and go on. Stores to a refuted slot may still be under way when the planner gives it
-to another record; that record's fetch is a later launch of the same stream.
+branch of a graph: programs look and go on. Stores to a refuted slot may still be under way for as long as this launch
+runs: the planner gives it to another record when it is over.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import check_tensor
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options
 from tritonmoe_kernels.fetch_reference import check_fetch
 
 ACCESS_BYTES = 16
@@ -89,7 +92,10 @@ def _fetch_kernel(
     delay,  # or None
     IS_SPECULATIVE: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    # Dependents are not let begin early: they would wait in the place of what computes.
+    await_inputs(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     # Each entry is asked for before the record in front of it is copied, so that only the first one is waited for.
     key, slot, epoch = tl.load(keys_ptr), tl.load(slots_ptr), tl.load(epochs_ptr)
@@ -147,10 +153,10 @@ def fetch(
     landed: torch.Tensor,
     moved: torch.Tensor,
     is_speculative: bool,
-    programs: int = 8,
-    chunk_words: int = 8192,
-    chunks_per_look: int = 4,
-    num_warps: int = 8,
+    programs: int = 16,
+    chunk_words: int = 4096,
+    chunks_per_look: int = 2,
+    num_warps: int = 4,
     delay: int = 0,
 ) -> None:
     """Copy the first `count` listed records into their slots and publish each one's epoch in `landed`.
@@ -198,4 +204,5 @@ def fetch(
         IS_SPECULATIVE=is_speculative,
         CHUNK=chunk_words,
         num_warps=num_warps,
+        **launch_options(keys.device),
     )

@@ -25,10 +25,10 @@ def fetch_ref(
     landed: torch.Tensor,
     moved: torch.Tensor,
     is_speculative: bool,
-    programs: int = 8,
-    chunk_words: int = 8192,
-    chunks_per_look: int = 4,
-    num_warps: int = 8,
+    programs: int = 16,
+    chunk_words: int = 4096,
+    chunks_per_look: int = 2,
+    num_warps: int = 4,
     delay: int = 0,
 ) -> None:
     """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.

@@ -19,8 +19,9 @@ that depend on each other before it writes the list, and looks at the queue agai
 
 `copy_epoch` is the one thing written here that a fetch kernel of another branch reads meanwhile. Plain stores do: such
 a kernel looks in order to stop early, and one that sees the old epoch copies on to a slot that nobody reads. What it
-publishes then is not the slot's `copy_epoch`, which alone makes a slot resident; and the slot's next copy is made by a
-later fetch kernel of the same stream. In the other direction, `landed` of the layer's own slots is read with an
+publishes then is not the slot's `copy_epoch`, which alone makes a slot resident. Such a slot counts as used at the tick
+that cancelled its copy: it is given to no other before the next tick, whose plan comes after that fetch kernel's end,
+and until then may be written to. In the other direction, `landed` of the layer's own slots is read with an
 acquire: an epoch that is seen here was published after the record was stored, and what reads it is a later launch.
 """
 
@@ -294,22 +295,23 @@ def mass_share(weights_ptr, pairs, exists, K: tl.constexpr):
 
 
 @triton.jit
-def let_go(state, slots, keys, is_unused, is_settled, head):
+def let_go(state, slots, keys, is_unused, is_settled, head, tick):
     """Records that were prefetched in vain go to the front of the queue, the last one first; copies are cancelled.
 
     Returns (copies cancelled, records wasted, the queue's head).
     """
     is_cancelled = is_unused & ~is_settled
-    new_score = tl.where(is_cancelled, FREE, REFUTED).to(tl.int64)
-    tl.store(state.score + slots, new_score, mask=is_unused)
+    is_wasted = is_unused & is_settled
+    tl.store(state.score + slots, tl.where(is_cancelled, FREE, REFUTED).to(tl.int64), mask=is_unused)
     tl.store(state.slot_of + keys, -1, mask=is_cancelled)
     tl.store(state.key_of + slots, -1, mask=is_cancelled)
     tl.store(state.copy_epoch + slots, 0, mask=is_cancelled)  # the fetch kernel drops the rest of the copy
-    places = head - 1 - number(is_unused)
-    has_room = is_unused & (places >= 0)
+    tl.store(state.used_at + slots, tick, mask=is_cancelled)  # but not at once: the next refill finds the slot
+    places = head - 1 - number(is_wasted)
+    has_room = is_wasted & (places >= 0)
     tl.store(state.queue_slot + places, slots, mask=has_room)
-    tl.store(state.queue_score + places, new_score, mask=has_room)
-    return count(is_cancelled), count(is_unused & ~is_cancelled), head - count(has_room)
+    tl.store(state.queue_score + places, tl.full(places.shape, REFUTED, tl.int64), mask=has_room)
+    return count(is_cancelled), count(is_wasted), head - count(has_room)
 
 
 @triton.jit
@@ -336,7 +338,6 @@ def _plan_demand_kernel(
     table_ptr,  # [table_steps, L, PAIRS] or None
     hit_ids_ptr,  # [PAIRS]
     miss_ids_ptr,  # [PAIRS]
-    all_ids_ptr,  # [PAIRS]
     layer,
     table_steps,
     num_slots,
@@ -443,7 +444,7 @@ def _plan_demand_kernel(
     num_wasted = tl.full((), 0, tl.int32)
     new_head = head
     if tl.max(is_unused.to(tl.int32), axis=0) > 0:
-        num_cancelled, num_wasted, new_head = let_go(state, guess_slots, guess_keys, is_unused, is_settled, head)
+        num_cancelled, num_wasted, new_head = let_go(state, guess_slots, guess_keys, is_unused, is_settled, head, tick)
 
     # The rest is fetched, in order of first appearance. The state of the next victims was read before the stores above:
     # routed ids are a reason to keep a slot.
@@ -496,7 +497,6 @@ def _plan_demand_kernel(
         tl.store(state.score + all_slots, tick, mask=is_used)
     tl.store(hit_ids_ptr + pairs, tl.where(is_hit, slots, -1), mask=pairs < PAIRS)
     tl.store(miss_ids_ptr + pairs, tl.where(is_hit, -1, all_slots), mask=pairs < PAIRS)
-    tl.store(all_ids_ptr + pairs, all_slots, mask=pairs < PAIRS)
 
     tl.store(state.header + TICK, tick)
     tl.store(state.header + QUEUE_HEAD, new_head)
@@ -525,7 +525,6 @@ def plan_demand(
     topk_weights: torch.Tensor | None,
     hit_ids: torch.Tensor,
     miss_ids: torch.Tensor,
-    all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
     routing_table: torch.Tensor | None = None,
@@ -534,13 +533,13 @@ def plan_demand(
 
     topk_ids [T, K] int32; an id that is no expert's is passed over. Written, [T, K] int32 each: `hit_ids`, slots that
     are resident now; `miss_ids`, slots to be computed with once the layer's fetches are complete, those in flight
-    included; `all_ids`, either. -1 elsewhere. The layer's guesses end; its demand list is new.
+    included. -1 elsewhere. The layer's guesses end; its demand list is new.
 
     With a `miss_tolerance` above 0, an expert that has no slot and of which every token's gate weight (topk_weights
     [T, K] float32) is below that share of the token's sum is left out. `routing_table` [steps, L, T, K] int32 takes the
     place of topk_ids, by header's STEP modulo steps. If slots do not suffice, header's ERROR becomes 1.
     """
-    outputs = hit_ids, miss_ids, all_ids
+    outputs = hit_ids, miss_ids
     check_demand(state, layer, topk_ids, topk_weights, outputs, miss_tolerance, eviction, routing_table)
     num_layers, num_experts = state.slot_of.shape
     block_p, block_g = _block(topk_ids.numel()), _block(state.guesses.shape[1])

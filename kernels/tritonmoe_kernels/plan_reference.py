@@ -126,12 +126,13 @@ class _Planner:
             if self.is_resident(slot):
                 counters[Counter.PREFETCHED_WASTED] += 1
                 s.score[slot] = REFUTED
+                self.push(slot)
             else:
                 counters[Counter.CANCELLED] += 1
                 self.unmap(slot)
                 s.score[slot] = FREE
                 s.copy_epoch[slot] = 0
-            self.push(slot)
+                s.used_at[slot] = s.header[Header.TICK]  # something may still be written there
         s.num_guesses[layer] = 0
 
 
@@ -142,15 +143,13 @@ def plan_demand_ref(
     topk_weights: torch.Tensor | None,
     hit_ids: torch.Tensor,
     miss_ids: torch.Tensor,
-    all_ids: torch.Tensor,
     miss_tolerance: float = 0.0,
     eviction: str = "lru",
     routing_table: torch.Tensor | None = None,
 ) -> None:
     """What `plan_demand` does."""
-    check_demand(
-        state, layer, topk_ids, topk_weights, (hit_ids, miss_ids, all_ids), miss_tolerance, eviction, routing_table
-    )
+    outputs = hit_ids, miss_ids
+    check_demand(state, layer, topk_ids, topk_weights, outputs, miss_tolerance, eviction, routing_table)
     planner = _Planner(state)
     s, counters = planner.s, planner.s.counters[layer]
     s.header[Header.TICK] += 1
@@ -203,7 +202,7 @@ def plan_demand_ref(
     counters[Counter.DEMAND] += s.num_demand[layer]
     counters[Counter.ROUTED] += len(hits) + len(misses)
     planner.save()
-    for out, slots in ((hit_ids, hits), (miss_ids, misses), (all_ids, hits | misses)):
+    for out, slots in zip(outputs, (hits, misses), strict=True):
         out.copy_(torch.tensor([slots.get(expert, -1) for expert in ids]).view_as(out))
 
 

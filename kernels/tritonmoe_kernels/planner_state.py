@@ -69,7 +69,7 @@ class PlannerState(NamedTuple):
     slot_of: torch.Tensor  # [L, E] int32: a slot, or -1
     key_of: torch.Tensor  # [S] int32: layer · E + expert, or -1
     score: torch.Tensor  # [S] int64
-    used_at: torch.Tensor  # [S] int64: tick of the last use of what is in the slot, 0 if there was none
+    used_at: torch.Tensor  # [S] int64: tick of the last use of what is in the slot, or of its copy's end; 0 if none
     guess: torch.Tensor  # [S] int64: tick of the layer it is foretold for; until that layer has run it stays. 0: none
     copy_epoch: torch.Tensor  # [S] int64: of the last copy planned into the slot; 0: none, or it is cancelled
     landed: torch.Tensor  # [S] int64: the epoch of the last complete copy, 0 if there was none
@@ -174,17 +174,17 @@ def check_demand(
     layer: int,
     topk_ids: torch.Tensor,
     topk_weights: torch.Tensor | None,
-    outputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    outputs: tuple[torch.Tensor, torch.Tensor],
     miss_tolerance: float,
     eviction: str,
     routing_table: torch.Tensor | None,
 ) -> None:
-    """Check the arguments of `plan_demand`; `outputs` are its three."""
+    """Check the arguments of `plan_demand`; `outputs` are its two."""
     _check_ids("topk_ids", state, layer, topk_ids, state.demand_key.shape[1], routing_table)
     if not topk_ids.numel():
         raise ValueError("topk_ids is empty: a tick is one layer's routing")
     shape, device = topk_ids.shape, state.header.device
-    for name, tensor in zip(("hit_ids", "miss_ids", "all_ids"), outputs, strict=True):
+    for name, tensor in zip(("hit_ids", "miss_ids"), outputs, strict=True):
         check_tensor(name, tensor, shape, (torch.int32,), device)
     if topk_weights is not None:
         check_tensor("topk_weights", topk_weights, shape, (torch.float32,), device)
@@ -252,12 +252,10 @@ def check_integrity(state: PlannerState) -> None:
         "a slot's owner is not mapped to it": (key_of[slots] == mapped).all(),
         "there are more or fewer owners than experts mapped": (~is_free).sum() == len(mapped),
         "a slot without an expert is not free, or a free one has an expert": ((score == FREE) == is_free).all(),
-        "a free slot awaits a copy, is pinned or was used": not (
-            is_free & ((tensors.copy_epoch != 0) | is_pinned | (used_at != 0))
-        ).any(),
+        "a free slot awaits a copy or is pinned": not (is_free & ((tensors.copy_epoch != 0) | is_pinned)).any(),
         "a score is unknown": (score >= FREE).all(),
         "a slot is used without a score, or has the score of a use and was not used": (
-            (used_at > 0) == (score > FORETOLD)
+            is_free | ((used_at > 0) == (score > FORETOLD))
         ).all(),
         "a use lies in the future": (used_at <= tick).all(),
         "a score is not one of a use at that tick": (

@@ -161,36 +161,12 @@ def expert_mlp(
     down [S, H, I]; biases [S, 2I] and [S, H]. Returns [T, K, H], zero where absent. Computes in x's dtype, of quantised
     matrices from values rounded to it.
     """
-    hidden = expert_gate_up(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha)
-    return expert_down(hidden, slot_ids, down, down_bias)
-
-
-def expert_gate_up(
-    x: torch.Tensor,
-    slot_ids: torch.Tensor,
-    gate_up: Matrix,
-    bias: torch.Tensor | None = None,
-    kind: str = "silu",
-    limit: float = 0.0,
-    alpha: float = 0.0,
-) -> torch.Tensor:
-    """The first half of `expert_mlp`, activation included: [T, K, I], zero where absent."""
     tokens, top_k = slot_ids.shape
-    hidden = x.new_zeros(tokens * top_k, gate_up.shape[1] // 2)
+    out = x.new_zeros(tokens * top_k, down.shape[1])
     for slot, rows in _rows_by_slot(slot_ids):
-        hidden[rows] = activation(_expert_linear(x[rows // top_k], gate_up, bias, slot), kind, limit, alpha)
-    return hidden.view(tokens, top_k, -1)
-
-
-def expert_down(
-    hidden: torch.Tensor, slot_ids: torch.Tensor, down: Matrix, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """The second half of `expert_mlp`, from hidden [T, K, I]: [T, K, H], zero where absent."""
-    flat = hidden.flatten(0, 1)
-    out = hidden.new_zeros(len(flat), down.shape[1])
-    for slot, rows in _rows_by_slot(slot_ids):
-        out[rows] = _expert_linear(flat[rows], down, bias, slot)
-    return out.view(*hidden.shape[:2], -1)
+        hidden = activation(_expert_linear(x[rows // top_k], gate_up, gate_up_bias, slot), kind, limit, alpha)
+        out[rows] = _expert_linear(hidden, down, down_bias, slot)
+    return out.view(tokens, top_k, -1)
 
 
 def _rows_by_slot(slot_ids: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:

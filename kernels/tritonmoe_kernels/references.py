@@ -228,21 +228,11 @@ def expert_gemm_ref(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    part: str | None = None,
+    programs: int | None = None,
 ) -> torch.Tensor:
-    """`expert_gemm` in float32 torch, rounded once (by halves: each); `num_experts` and `form` change nothing, nor
-    does `hidden` without `part`."""
+    """`expert_gemm` in float32 torch, rounded once; arguments from `hidden` on change nothing."""
     present = (slot_ids >= 0)[..., None]
-    if part == "gate_up":
-        assert hidden is not None
-        assert out is None
-        halves = reference.expert_gate_up(x.float(), slot_ids, gate_up, gate_up_bias, kind, limit, alpha)
-        return hidden.copy_(torch.where(present, halves.to(x.dtype), hidden))
-    if part == "down":
-        assert hidden is not None
-        result = reference.expert_down(hidden.float(), slot_ids, down, down_bias)
-    else:
-        result = reference.expert_mlp(x.float(), slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha)
+    result = reference.expert_mlp(x.float(), slot_ids, gate_up, down, gate_up_bias, down_bias, kind, limit, alpha)
     result = result.to(x.dtype)
     return result if out is None else out.copy_(torch.where(present, result, out))
 

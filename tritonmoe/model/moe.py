@@ -156,13 +156,12 @@ class Experts:
         x: torch.Tensor,
         slot_ids: torch.Tensor,
         slots: ExpertWeights,
-        out: torch.Tensor | None,
-        hidden: torch.Tensor | None = None,
-        part: str | None = None,
+        out: torch.Tensor,
+        programs: int | None = None,
     ) -> None:
         """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
 
-        `part` "gate_up" or "down" runs half of it, with `hidden` [T, K, I] between the two; the first needs no `out`.
+        `programs` as in `expert_gemm`, for slots of which few are expected.
         """
         spec, _ = self._moe(layer_id)
         self._ops.expert_gemm(
@@ -176,9 +175,8 @@ class Experts:
             spec.swiglu_limit,
             spec.swiglu_alpha,
             out,
-            hidden,
             num_experts=spec.num_experts,
-            part=part,
+            programs=programs,
         )
 
     def _moe(self, layer_id: int) -> tuple[MoeSpec, MoeWeights]:

@@ -1,10 +1,16 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Three branches of one captured step, T tokens:
+Five branches of one captured step, T tokens:
 
-    main   router(l) -> plan_demand(l) -> gate_up(hits) -> [demand(l)] -> gate_up(misses) -> down(all) -> combine -> …
-    side   after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
-    fetch  demand(l), after its plan -> prefetch(l + 1), after its plan -> demand(l + 1) -> …
+    main      router(l) -> plan_demand(l) -> experts that are there -> [late(l)] -> combine -> …
+    side      after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
+    demand    after plan_demand(l): what is missing and not on its way
+    prefetch  after plan_prefetch and [demand(l)]: what is foretold for l + 1
+    late      after [demand(l)] and [prefetch(l)], which the layer before began: experts that were missing
+
+Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
+of all this only the plan is on the way of the step. Demand has a branch of its own so that none of it is between two
+layers' prefetches when these keep the link busy.
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
 plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1. It is on the main branch although
@@ -53,7 +59,6 @@ class SlotIds(NamedTuple):
 
     hits: torch.Tensor
     misses: torch.Tensor
-    all: torch.Tensor
 
 
 class DeviceScheduler:
@@ -86,7 +91,7 @@ class DeviceScheduler:
             self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
             bases = [addresses.get(layer, 0) for layer in range(num_layers)]
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
-            self._slot_ids = torch.full((num_layers, 3, batch, self._top_k), -1, dtype=torch.int32, device=device)
+            self._slot_ids = torch.full((num_layers, 2, batch, self._top_k), -1, dtype=torch.int32, device=device)
             # Of the step before, for the predictor of that name.
             self._last_ids = torch.full((num_layers, batch, self._top_k), -1, dtype=torch.int32, device=device)
             self._recall = torch.zeros(num_layers, 8, dtype=torch.int64, device=device)  # 5 used: rows of 64 bytes
@@ -97,13 +102,14 @@ class DeviceScheduler:
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
-        self._side, self._fetch = (_branch(device, priority=-1) for _ in range(2))
+        self._side, self._demand, self._prefetch, self._late = (_branch(device, priority=-1) for _ in range(4))
+        self._branches = self._side, self._demand, self._prefetch, self._late
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
-        self._demand: object = None  # when the layer's demand has been fetched
+        self._foretold_done: dict[int, object] = {}  # by layer, when what was fetched ahead for it is complete
         self._kept: object = None  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
@@ -133,9 +139,10 @@ class DeviceScheduler:
         state.header.copy_(header)
         self._last_ids.fill_(-1)
         self._foretold.clear()
-        self._side.reset()
-        self._fetch.reset()
-        self._demand = self._kept = None
+        for branch in self._branches:
+            branch.reset()
+        self._foretold_done.clear()
+        self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
             self._guard, self._look = self._new_guard(), None
@@ -157,8 +164,7 @@ class DeviceScheduler:
         """Wait for whatever was launched; TransferError that names what has not arrived, where that takes too long."""
         if not self._buffer.is_cuda:
             return
-        self._side.abandon()  # an interrupted step may have left launches that nobody waits for
-        self._fetch.abandon()
+        self.abandon()  # an interrupted step may have left launches that nobody waits for
         event = torch.cuda.Event()
         event.record()
         await_until(event.query, "a decode step", STEP_TIMEOUT_S, details=lambda: not_arrived(self.outstanding()))
@@ -262,21 +268,24 @@ class DeviceScheduler:
     def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
         """Give every routed expert a slot, and fetch what is missing beside what is launched next.
 
-        `hits` of the result can be computed with at once, the others behind `await_demand`.
+        `hits` of the result can be computed with at once, the others `behind_copies`.
         """
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
         table = None if self._tables is None else self._tables.routed
         self._ops.plan_demand(
             state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
         )
-        with self._fetch.fork() as branch:
+        with self._demand.fork():
             self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
-        self._demand = branch.done
         return ids
 
-    def await_demand(self) -> None:
-        """What is launched from here on finds the layer's experts in their slots."""
-        self._fetch.join(self._demand)
+    @contextlib.contextmanager
+    def behind_copies(self, layer_id: int) -> Iterator[None]:
+        """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
+        done; what follows finds it done."""
+        with self._late.fork(self._demand.done, self._foretold_done.pop(layer_id, None)):
+            yield
+        self._late.join()
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput) -> Iterator[None]:
@@ -292,13 +301,15 @@ class DeviceScheduler:
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed = min(self._num_experts, self.batch * self._top_k)
         table = None if self._tables is None else self._tables.foretold
-        with self._side.fork():
-            for target, ids in guesses.items():
-                distance = later.index(target) + 1
-                state = self._ahead[distance - 1]
+        for target, ids in guesses.items():
+            distance = later.index(target) + 1
+            state = self._ahead[distance - 1]
+            with self._side.fork():
                 self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
-                with self._fetch.fork():
-                    self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
+            with self._prefetch.fork(self._side.done, self._demand.done):
+                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
+            self._foretold_done[target] = self._prefetch.done
+        with self._side.fork():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
                 self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
@@ -314,14 +325,15 @@ class DeviceScheduler:
     def end(self) -> None:
         """The last layer's computation is launched: every branch ends here."""
         self.join()
-        self._fetch.join()
+        self._demand.join()
+        self._prefetch.join()
         if self._tables is not None:
             self.state.header[Header.STEP].add_(1)
 
     def abandon(self) -> None:
         """Have every branch end here, whatever it was doing: a capture failed."""
-        self._side.abandon()
-        self._fetch.abandon()
+        for branch in self._branches:
+            branch.abandon()
 
     def _other_list(self) -> PlannerState:
         """The same state with a prefetch list of its own."""
@@ -352,12 +364,13 @@ class _Branch:
     done: object = None  # when what was forked last is complete
 
     @contextlib.contextmanager
-    def fork(self) -> Iterator[_Branch]:
-        """What is launched inside runs behind the current stream's launches so far and those of earlier forks."""
-        yield self
+    def fork(self, *done: object) -> Iterator[None]:
+        """What is launched inside runs behind earlier forks, and behind the current stream's launches so far or, if
+        given, what other branches had launched when they were `done`."""
+        yield
 
-    def join(self, done: object = None) -> None:
-        """What is launched from here on runs behind the branch, or behind what it had launched when it was `done`."""
+    def join(self) -> None:
+        """What is launched from here on runs behind the branch."""
 
     def abandon(self) -> None:
         """`join`, in whatever state a failure left the branch."""
@@ -372,20 +385,22 @@ class _StreamBranch(_Branch):
         self._is_forked = False
 
     @contextlib.contextmanager
-    def fork(self) -> Iterator[_Branch]:
+    def fork(self, *done: object) -> Iterator[None]:
         self._is_forked = True
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if not done:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        for event in done:
+            if isinstance(event, torch.cuda.Event):
+                self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
-            yield self
+            yield
         self.done = torch.cuda.Event()
         self.done.record(self._stream)
 
-    def join(self, done: object = None) -> None:
-        event = self.done if done is None else done
-        if isinstance(event, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(event)
-        if event is self.done:
-            self.done, self._is_forked = None, False
+    def join(self) -> None:
+        if isinstance(self.done, torch.cuda.Event):
+            torch.cuda.current_stream().wait_event(self.done)
+        self.reset()
 
     def abandon(self) -> None:
         if self._is_forked:

@@ -45,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
+# Of launches for missing experts: enough for all the memory's bandwidth, and few to start where nothing is missing.
+LATE_PROGRAMS = 528
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 
 
@@ -55,6 +57,14 @@ class Block(NamedTuple):
     x: torch.Tensor
     topk_ids: torch.Tensor
     out: torch.Tensor
+
+
+class Guess(NamedTuple):
+    """What a layer will run of what was foretold for it: ids [T, K] int32, gate weights [T, K] float32."""
+
+    foretold: SpeculateOutput
+    topk_ids: torch.Tensor
+    topk_weights: torch.Tensor | None  # None where the layer's own router gives them
 
 
 class Turn:
@@ -150,7 +160,7 @@ class OffloadedExperts(Experts):
         self._make_copies = make_copies
         self._resizes = 0
         self._make_slots(num_slots)
-        self._guesses: dict[int, SpeculateOutput] = {}
+        self._guesses: dict[int, Guess] = {}  # by layer, what will run there
         is_cuda, shape = weights.embedding.is_cuda, (len(spec.layers), self._num_experts)
         self._mapped = torch.zeros(shape, dtype=torch.bool, pin_memory=is_cuda)  # for `cache_bias`
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
@@ -433,18 +443,29 @@ class OffloadedExperts(Experts):
                 f"--execute speculated takes at most {MAX_DECODE_TOKENS} sequences at once; "
                 "use fewer, or --execute routed"
             )
-        spec, weights = self._moe(layer_id)
-        if self.policy.gate == "routed":
+        if guess.topk_weights is None:
             routed = self._true_routing(layer_id, residual, delta)
-            ids = guess.ids[:, : spec.num_experts_per_tok].contiguous()
-            return routed._replace(topk_ids=ids, topk_weights=self._gate_weights(layer_id, routed.logits, ids))
+            weights = self._gate_weights(layer_id, routed.logits, guess.topk_ids)
+            return routed._replace(topk_ids=guess.topk_ids, topk_weights=weights)
         if self._measure and not is_prefill:
-            self._compare(layer_id, guess, self._true_routing(layer_id, residual, delta))
+            self._compare(layer_id, guess.foretold, self._true_routing(layer_id, residual, delta))
         norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, self._spec.residual_multiplier)
-        rule = routing_rule(spec.num_experts_per_tok, spec.router)
-        chosen = self._ops.route_topk(guess.logits, rule, weights.selection_bias)
-        return NormRouterOutput(residual, x, guess.logits, *chosen)
+        return NormRouterOutput(residual, x, guess.foretold.logits, guess.topk_ids, guess.topk_weights)
+
+    def _choose(self, guesses: dict[int, SpeculateOutput]) -> None:
+        """Where guesses are executed, choose by them what will run: beside this layer, not on the way of the next."""
+        if self.policy.execute != "speculated":
+            return
+        self._guesses.clear()
+        for later, guess in guesses.items():
+            spec, weights = self._moe(later)
+            if self.policy.gate == "routed":
+                self._guesses[later] = Guess(guess, guess.ids[:, : spec.num_experts_per_tok].contiguous(), None)
+            else:
+                rule = routing_rule(spec.num_experts_per_tok, spec.router)
+                chosen = self._ops.route_topk(guess.logits, rule, weights.selection_bias)
+                self._guesses[later] = Guess(guess, *chosen)
 
     def _prefer_mapped(self, layer_id: int, routed: NormRouterOutput) -> NormRouterOutput:
         """The choice made anew, with a bonus for experts that have a slot, or are on their way to one."""
@@ -476,14 +497,13 @@ class OffloadedExperts(Experts):
                 ids, weights = routed.topk_ids.cpu().numpy(), routed.topk_weights.cpu().numpy()
                 self.hooks.on_layer(layer_id, True, ids, weights, {})
             if self.policy.is_router_free:
-                self._guesses = self.predictor.guess_prompt(layer_id, routed)
+                self._choose(self.predictor.guess_prompt(layer_id, routed))
             return routed.topk_weights
         if self._device is not None:
             self._compute_on_device(self._device, layer_id, routed, out)
             return routed.topk_weights
         guesses = self.predictor.guess(layer_id, routed)
-        if self.policy.execute == "speculated":
-            self._guesses = dict(guesses)
+        self._choose(guesses)
         turn = Turn(layer_id, routed, guesses, out)
         graph = self.step_graph
         if graph is None:
@@ -512,17 +532,14 @@ class OffloadedExperts(Experts):
     ) -> None:
         with device.beside(routed):
             guesses = self.predictor.guess(layer_id, routed)
-        if self.policy.execute == "speculated":
-            self._guesses = dict(guesses)
-        ids = device.plan(layer_id, routed)
-        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
+            self._choose(guesses)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
-        hidden = out.new_empty(*routed.topk_ids.shape, self._store.layout.intermediate)
-        self._run_slots(layer_id, routed.x, ids.hits, self._slots, None, hidden, "gate_up")
-        device.await_demand()
-        self._run_slots(layer_id, routed.x, ids.misses, self._slots, None, hidden, "gate_up")
-        self._run_slots(layer_id, routed.x, ids.all, self._slots, out, hidden, "down")
+        ids = device.plan(layer_id, routed)
+        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
+        self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
+        with device.behind_copies(layer_id):
+            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, LATE_PROGRAMS)
         if layer_id == self._moe_layers[-1]:
             device.end()
 
