@@ -137,8 +137,11 @@ def read_queue(state, position, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def read_owners(state, slots, scores, exists, tick):
-    """(keys, guesses, whether a slot may go if its guess allows it) of slots that had these scores when queued."""
+def read_owners(state, slots, scores, exists, tick, OR_LATER: tl.constexpr = False):
+    """(keys, guesses, whether a slot may go if its guess allows it) of slots that had these scores when queued.
+
+    `OR_LATER`: or may go from the next tick on, as its copy was cancelled at this one.
+    """
     keys = tl.load(state.key_of + slots, mask=exists, other=-1)
     score = tl.load(state.score + slots, mask=exists, other=0)
     used_at = tl.load(state.used_at + slots, mask=exists, other=0)
@@ -146,7 +149,10 @@ def read_owners(state, slots, scores, exists, tick):
     copy_epoch = tl.load(state.copy_epoch + slots, mask=exists, other=0)
     # Of these no fetch kernel changes meanwhile: what is in flight is pinned, or was used at this tick.
     landed = tl.load(state.landed + slots, mask=exists, other=0)
-    may_go = exists & (score == scores) & (used_at < tick) & ((keys < 0) | (landed == copy_epoch))
+    is_due = used_at < tick
+    if OR_LATER:
+        is_due = is_due | ((keys < 0) & (copy_epoch == 0))  # what was taken in this launch has an epoch already
+    may_go = exists & (score == scores) & is_due & ((keys < 0) | (landed == copy_epoch))
     return keys, guesses, may_go
 
 
@@ -176,7 +182,8 @@ def refill(
 ):
     """Queue the F slots of least (score, slot) that may go, from position F on, and return the queue's end.
 
-    What the launch stored before must be visible to all of its threads.
+    Free ones that may go from the next tick on are queued as well: `take` passes them over for as long. What the launch
+    stored before must be visible to all of its threads.
     """
     lanes = tl.arange(0, BLOCK_S)
     rank_lanes = tl.arange(0, BLOCK_R)
@@ -189,7 +196,7 @@ def refill(
         slots = start + lanes
         exists = slots < num_slots
         score = tl.load(state.score + slots, mask=exists, other=0)
-        _, guesses, may_go = read_owners(state, slots, score, exists, tick)
+        _, guesses, may_go = read_owners(state, slots, score, exists, tick, OR_LATER=True)
         may_go = may_go & (guesses == 0)
         ranks = tl.where(may_go, (score << SLOT_BITS) | slots, NEVER)  # unique
         tl.store(ranks_ptr + slots, ranks, mask=exists)

@@ -66,9 +66,13 @@ class _Planner:
         self.s.key_of[slot] = -1
 
     def refill(self) -> None:
-        """Queue the slots that may go, the least score first, the lowest slot where scores are equal."""
+        """Queue the slots that may go, the least score first, the lowest slot where scores are equal.
+
+        Free ones that may go from the next tick on are among them.
+        """
         s, capacity = self.s, self.state.queue_capacity
-        best = sorted((s.score[slot], slot) for slot in range(self.num_slots) if self.may_go(slot))[:capacity]
+        found = [slot for slot in range(self.num_slots) if self.may_go(slot) or s.key_of[slot] < 0]
+        best = sorted((s.score[slot], slot) for slot in found)[:capacity]
         for place, (score, slot) in enumerate(best, start=capacity):
             s.queue_slot[place] = slot
             s.queue_score[place] = score
