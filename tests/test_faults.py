@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
 ON_CPU = pytest.mark.skipif(DEVICE.type == "cuda", reason="faults of the CPU's path")
 PARAMS = SamplingParams(max_new_tokens=12, temperature=1.0, seed=3)
 CASES = {
-    "refused allocations": 24, "faulty copies": 9, "read errors": 10, "failed resizes": 16, "signals": 4,
+    "refused allocations": 96, "faulty copies": 9, "read errors": 10, "failed resizes": 16, "signals": 4,
     "memory limits": 2, "full disks": 5, "two processes": 1,
 }  # fmt: skip
 
