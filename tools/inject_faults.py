@@ -204,7 +204,7 @@ class Reads:
 
     def __init__(self, kind: str, at: int, folder: Path) -> None:
         self.kind, self.at, self.calls = kind, at, 0
-        self._file = next(folder.glob("*.safetensors"))
+        self._file = next(folder.glob("model*.safetensors"))  # not what foretells experts, which may lie beside it
         self._preadv = os.preadv
 
     def __enter__(self) -> Reads:
