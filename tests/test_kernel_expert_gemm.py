@@ -121,6 +121,12 @@ def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> N
     assert out[~absent].equal(run_poisoned(x, slot_ids, experts)[~absent])
 
 
+def test_refuses_no_programs() -> None:
+    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match="programs is 0"):
+        expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), programs=0)
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_all_absent(form: str) -> None:
     experts = make_experts(2, 16, 16, torch.float32)

@@ -1,7 +1,8 @@
 """`plan_demand` and `plan_prefetch` against their references, step after step, with copies that land at any time.
 
-The test plays the fetch kernels: between two calls it publishes some of the listed copies, in stream order, and what a
-layer waits for before the next layer's routing. After every call the state of both is equal, bit for bit.
+The test plays the fetch kernels: between two calls it publishes some of the copies listed ahead, in order, and before
+the next layer's routing what a layer waits for, its demand and all that was foretold for it. After every call the state
+of both is equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -70,8 +71,7 @@ class Session:
     case: Case
     seed: int
     has_kernel: bool = True
-    in_flight: list[tuple[int, int]] = field(default_factory=list)  # (slot, epoch) in the fetch stream's order
-    num_landed: int = 0
+    in_flight: list[tuple[int, int, int]] = field(default_factory=list)  # foretold: (slot, epoch, tick of its layer)
 
     def __post_init__(self) -> None:
         case = self.case
@@ -108,15 +108,14 @@ class Session:
         return rows
 
     def land_one(self) -> None:
-        """The stream's first copy ends. A refuted one is dropped, or was past the last look at its epoch."""
-        slot, epoch = self.in_flight.pop(0)
-        self.num_landed += 1
+        """The first copy ends. A refuted one is dropped, or was past the last look at its epoch."""
+        slot, epoch, _ = self.in_flight.pop(0)
         if self.expected.copy_epoch[slot] == epoch or self.random.random() < 0.2:
             for state in (self.expected, self.actual):
                 state.landed[slot] = epoch
 
     def land(self) -> None:
-        """Some of the copies end."""
+        """Some of the foretold copies end."""
         while self.in_flight and self.random.random() < self.case.landing:
             self.land_one()
 
@@ -135,8 +134,18 @@ class Session:
         self.check()
         self.check_demand(layer, topk_ids, results[-1], before)
         count = int(self.expected.num_demand[layer])
-        slots, epochs = self.expected.demand_slot[layer, :count], self.expected.demand_epoch[layer, :count]
-        self.in_flight += zip(slots.tolist(), epochs.tolist(), strict=True)
+        self.check_written_once(self.expected.demand_slot[layer, :count])
+
+    def land_demand(self, layer: int) -> None:
+        """On a branch of its own: all of it, whatever is still foretold for later layers."""
+        count = int(self.expected.num_demand[layer])
+        slots, epochs = self.expected.demand_slot[layer, :count].long(), self.expected.demand_epoch[layer, :count]
+        for state in (self.expected, self.actual):
+            state.landed[slots.to(state.landed.device)] = epochs.to(state.landed.device)
+
+    def check_written_once(self, taken: torch.Tensor) -> None:
+        """Also a copy that was cancelled may write to its slot until its launch has ended."""
+        assert not set(taken.tolist()) & {slot for slot, _, _ in self.in_flight}, "a slot that is written to was taken"
 
     def prefetch(self, layer: int, ids: list[list[int]], distance: int) -> None:
         case, before = self.case, PlannerState(*(tensor.clone() for tensor in self.expected))
@@ -150,7 +159,9 @@ class Session:
         count = int(self.expected.num_prefetch[layer])
         assert count <= limit
         slots, epochs = self.expected.prefetch_slot[layer, :count], self.expected.prefetch_epoch[layer, :count]
-        self.in_flight += zip(slots.tolist(), epochs.tolist(), strict=True)
+        self.check_written_once(slots)
+        target = int(self.expected.header[Header.TICK]) + distance
+        self.in_flight += [(slot, epoch, target) for slot, epoch in zip(slots.tolist(), epochs.tolist(), strict=True)]
         taken = slots.long()
         assert (before.used_at[taken] < before.header[Header.TICK]).all(), "a slot in use was taken"
         assert (before.guess[taken] == 0).all(), "a foretold slot was taken"
@@ -217,13 +228,14 @@ class Session:
             for state in (self.actual, self.expected):
                 state.header[Header.STEP] = step
             self.demand(layer, routings[i])
-            awaited = self.num_landed + len(self.in_flight)
+            tick = int(self.expected.header[Header.TICK])
             self.land()
             for lookahead in case.lookaheads if case.foretold else ():
                 target = i + lookahead
                 if target < len(schedule):
                     self.prefetch(schedule[target][1], self.foretell(routings[target]), lookahead)
-            while self.num_landed < awaited:  # the layer's experts wait for its fetches; the next layer for them
+            self.land_demand(layer)  # the layer's experts wait for its fetches; the next layer for them
+            while any(target <= tick for _, _, target in self.in_flight):
                 self.land_one()
             self.land()
 
@@ -239,6 +251,9 @@ CASES = {
     "narrow pool, four tokens": Case(16, tokens=4, top_k=4, foretold=6, experts=20, steps=4),
     "two layers ahead": Case(16, lookaheads=(2,), layers=(1, 2, 4), num_layers=5),
     "foretold twice": Case(20, lookaheads=(2, 1), steps=4),
+    "foretold thrice, least pool": Case(
+        12, top_k=2, foretold=4, lookaheads=(1, 2, 3), steps=6, recall=0.4, landing=0.2
+    ),
     "a step ahead": Case(12, lookaheads=(3,)),
     "a queue that lasts": Case(60, experts=30, top_k=2, foretold=2, steps=12, locality=0.1, recall=0.3, landing=0.95),
     "one layer": Case(9, layers=(0,), num_layers=1, steps=16, top_k=2),
@@ -402,6 +417,9 @@ def random_state(rng: random.Random, layers: int = 3, experts: int = 16, slots: 
         if kind == "foretold":
             refutable.append(slot)
             state.counters[layer, Counter.PREFETCHED] += 1
+    free = (state.key_of < 0).nonzero().flatten().tolist()
+    for slot in free[: len(free) // 2]:
+        state.used_at[slot] = rng.randint(tick - 1, tick)  # its copy was cancelled then
     queued = [slot for slot in rng.sample(range(slots), slots) if slot not in refutable]
     if rng.random() < 0.3:
         del queued[rng.randrange(4) :]

@@ -40,10 +40,10 @@ class Setting:
     record_bytes: int
     records: int = max(RECORDS)
     is_speculative: bool = False
-    programs: int = 8
-    chunk_words: int = 8192
-    num_warps: int = 8
-    chunks_per_look: int = 4
+    programs: int = 16
+    chunk_words: int = 4096
+    num_warps: int = 4
+    chunks_per_look: int = 2
 
     @property
     def num_bytes(self) -> int:

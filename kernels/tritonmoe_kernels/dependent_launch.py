@@ -5,7 +5,7 @@ microseconds. Here every kernel of the chain does three things, in this order:
 
 1. reads what the launch before it does not write: weights, mostly;
 2. `await_inputs`: waits until the launch before it has ended and its writes are visible;
-3. `release_dependents`: lets the next launch begin its own first part.
+3. `release_dependents`: lets the next launch begin its own first part. Without it that begins when this one has ended.
 
 Because 3 comes after 2, whatever runs in part 1 starts after the launch before the last one has ended: part 1 may read
 what that one or any earlier one wrote. Every program must pass 2, also one that has nothing to do, or the launches

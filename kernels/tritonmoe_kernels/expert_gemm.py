@@ -373,6 +373,8 @@ def expert_gemm(
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}, expected at least 1")
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":

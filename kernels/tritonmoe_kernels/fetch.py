@@ -20,7 +20,7 @@ scalar atomic, as a load may be served from L1, and it is issued while the loads
 microsecond is theirs too. Were it not, one look in 2 chunks of 5 us (16 programs at 51.2 GB/s) would take 10 % of a
 program's time, and nothing of the link's until the bytes in flight to spare are used up. Nothing waits for another
 branch of a graph: programs look and go on. Stores to a refuted slot may still be under way for as long as this launch
-runs: the planner gives it to another record when it is over.
+runs: the planner gives it to another record only when that is over.
 """
 
 from __future__ import annotations
@@ -172,8 +172,8 @@ def fetch(
     `programs`, `moved` has the part that was copied, and `landed` is as it was.
 
     `programs` and tiles change nothing but speed, and no program waits for another. `delay` (tests) spins about as many
-    microseconds before every chunk. Launches whose lists share a slot must be in stream order. Lists of any length,
-    position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
+    microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists of any
+    length, position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
     """
     check_fetch(keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed)
     check_tensor("moved", moved, (1,), (torch.int64,), buffer.device)

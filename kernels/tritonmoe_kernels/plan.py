@@ -149,10 +149,9 @@ def read_owners(state, slots, scores, exists, tick, OR_LATER: tl.constexpr = Fal
     copy_epoch = tl.load(state.copy_epoch + slots, mask=exists, other=0)
     # Of these no fetch kernel changes meanwhile: what is in flight is pinned, or was used at this tick.
     landed = tl.load(state.landed + slots, mask=exists, other=0)
-    is_due = used_at < tick
+    may_go = exists & (score == scores) & (used_at < tick) & ((keys < 0) | (landed == copy_epoch))
     if OR_LATER:
-        is_due = is_due | ((keys < 0) & (copy_epoch == 0))  # what was taken in this launch has an epoch already
-    may_go = exists & (score == scores) & is_due & ((keys < 0) | (landed == copy_epoch))
+        may_go = may_go | (exists & (copy_epoch == 0))  # free; what was taken in this launch has an epoch already
     return keys, guesses, may_go
 
 

@@ -1,8 +1,8 @@
 """Which expert is in which slot, decided on the device: the tensors that `plan_demand` and `plan_prefetch` share.
 
 The rules are those of the engine's slot pool, as a captured decode step can follow them without the host. One tick is
-one call of `plan_demand`; the first has number 1. Everything here is written by one chain of launches in stream order,
-but `landed`, the arrivals and the two byte counters, which the fetch kernels beside that chain write.
+one call of `plan_demand`; the first has number 1. Everything here is written by one chain of launches but `landed`, the
+arrivals and the two byte counters, which the fetch kernels beside that chain write.
 
 A copy planned at tick t has epoch 2t on demand, and 2t + 1 where it was foretold for the layer whose tick t will be.
 A slot is resident when it has a key and its `landed` is its `copy_epoch`. Its score says how soon it is given away:
@@ -69,7 +69,7 @@ class PlannerState(NamedTuple):
     slot_of: torch.Tensor  # [L, E] int32: a slot, or -1
     key_of: torch.Tensor  # [S] int32: layer · E + expert, or -1
     score: torch.Tensor  # [S] int64
-    used_at: torch.Tensor  # [S] int64: tick of the last use of what is in the slot, or of its copy's end; 0 if none
+    used_at: torch.Tensor  # [S] int64: tick that last used what is in the slot, or cancelled its copy; 0: none
     guess: torch.Tensor  # [S] int64: tick of the layer it is foretold for; until that layer has run it stays. 0: none
     copy_epoch: torch.Tensor  # [S] int64: of the last copy planned into the slot; 0: none, or it is cancelled
     landed: torch.Tensor  # [S] int64: the epoch of the last complete copy, 0 if there was none

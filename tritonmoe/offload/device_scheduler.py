@@ -13,9 +13,10 @@ of all this only the plan is on the way of the step. Demand has a branch of its 
 layers' prefetches when these keep the link busy.
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
-plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1. It is on the main branch although
-experts that are there could begin without it: beside them it would take three times as long to see what is missing
-(docs/log.md).
+plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1, and nobody writes to it: late(l - 1),
+which main has joined, came behind every fetch for that layer, those of cancelled copies included. The plan is on the
+main branch although experts that are there could begin without it: beside them it would take three times as long to see
+what is missing (docs/log.md).
 
 The two copies of the pool's state, the host's `SlotPool` and this one, take turns: `load` before a generation's decode
 steps, `store` before anything else uses the slots.

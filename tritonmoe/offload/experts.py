@@ -45,9 +45,9 @@ logger = logging.getLogger(__name__)
 
 NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
+SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 # Of launches for missing experts: enough for all the memory's bandwidth, and few to start where nothing is missing.
 LATE_PROGRAMS = 528
-SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 
 
 class Block(NamedTuple):
