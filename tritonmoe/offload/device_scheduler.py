@@ -284,8 +284,12 @@ class DeviceScheduler:
     def behind_copies(self, layer_id: int) -> Iterator[None]:
         """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
         done; what follows finds it done."""
-        with self._late.fork(self._demand.done, self._foretold_done.pop(layer_id, None)):
-            yield
+        try:
+            with self._late.fork(self._demand.done, self._foretold_done.pop(layer_id, None)):
+                yield
+        except BaseException:
+            self._late.abandon()  # before anything that it writes to is freed
+            raise
         self._late.join()
 
     @contextlib.contextmanager
