@@ -60,6 +60,9 @@ QUEUE_HEAD = tl.constexpr(int(Header.QUEUE_HEAD))
 QUEUE_END = tl.constexpr(int(Header.QUEUE_END))
 ERROR = tl.constexpr(int(Header.ERROR))
 STEP = tl.constexpr(int(Header.STEP))
+CANCELLED_AT = tl.constexpr(int(Header.CANCELLED_AT))
+CANCELLED_LAYER = tl.constexpr(int(Header.CANCELLED_LAYER))
+CANCELLED_COUNT = tl.constexpr(int(Header.CANCELLED_COUNT))
 
 NUM_COUNTERS = tl.constexpr(len(Counter))
 NUM_PLANNED = tl.constexpr(int(Counter.DEMAND_BYTES))  # the columns that the planner may write
@@ -137,11 +140,8 @@ def read_queue(state, position, end, WINDOW: tl.constexpr):
 
 
 @triton.jit
-def read_owners(state, slots, scores, exists, tick, OR_LATER: tl.constexpr = False):
-    """(keys, guesses, whether a slot may go if its guess allows it) of slots that had these scores when queued.
-
-    `OR_LATER`: or may go from the next tick on, as its copy was cancelled at this one.
-    """
+def read_owners(state, slots, scores, exists, tick):
+    """(keys, guesses, whether a slot may go if its guess allows it) of slots that had these scores when queued."""
     keys = tl.load(state.key_of + slots, mask=exists, other=-1)
     score = tl.load(state.score + slots, mask=exists, other=0)
     used_at = tl.load(state.used_at + slots, mask=exists, other=0)
@@ -150,8 +150,6 @@ def read_owners(state, slots, scores, exists, tick, OR_LATER: tl.constexpr = Fal
     # Of these no fetch kernel changes meanwhile: what is in flight is pinned, or was used at this tick.
     landed = tl.load(state.landed + slots, mask=exists, other=0)
     may_go = exists & (score == scores) & (used_at < tick) & ((keys < 0) | (landed == copy_epoch))
-    if OR_LATER:
-        may_go = may_go | (exists & (copy_epoch == 0))  # free; what was taken in this launch has an epoch already
     return keys, guesses, may_go
 
 
@@ -181,8 +179,7 @@ def refill(
 ):
     """Queue the F slots of least (score, slot) that may go, from position F on, and return the queue's end.
 
-    Free ones that may go from the next tick on are queued as well: `take` passes them over for as long. What the launch
-    stored before must be visible to all of its threads.
+    What the launch stored before must be visible to all of its threads.
     """
     lanes = tl.arange(0, BLOCK_S)
     rank_lanes = tl.arange(0, BLOCK_R)
@@ -195,7 +192,7 @@ def refill(
         slots = start + lanes
         exists = slots < num_slots
         score = tl.load(state.score + slots, mask=exists, other=0)
-        _, guesses, may_go = read_owners(state, slots, score, exists, tick, OR_LATER=True)
+        _, guesses, may_go = read_owners(state, slots, score, exists, tick)
         may_go = may_go & (guesses == 0)
         ranks = tl.where(may_go, (score << SLOT_BITS) | slots, NEVER)  # unique
         tl.store(ranks_ptr + slots, ranks, mask=exists)
@@ -301,8 +298,18 @@ def mass_share(weights_ptr, pairs, exists, K: tl.constexpr):
 
 
 @triton.jit
+def put_first(state, slots, score: tl.constexpr, is_chosen, head):
+    """Put slots [n] of this score in front of the queue, the last one first, as far as there is room; the new head."""
+    places = head - 1 - number(is_chosen)
+    has_room = is_chosen & (places >= 0)
+    tl.store(state.queue_slot + places, slots, mask=has_room)
+    tl.store(state.queue_score + places, tl.full(places.shape, score, tl.int64), mask=has_room)
+    return head - count(has_room)
+
+
+@triton.jit
 def let_go(state, slots, keys, is_unused, is_settled, head, tick):
-    """Records that were prefetched in vain go to the front of the queue, the last one first; copies are cancelled.
+    """Records that were prefetched in vain go to the front of the queue; copies are cancelled.
 
     Returns (copies cancelled, records wasted, the queue's head).
     """
@@ -312,12 +319,8 @@ def let_go(state, slots, keys, is_unused, is_settled, head, tick):
     tl.store(state.slot_of + keys, -1, mask=is_cancelled)
     tl.store(state.key_of + slots, -1, mask=is_cancelled)
     tl.store(state.copy_epoch + slots, 0, mask=is_cancelled)  # the fetch kernel drops the rest of the copy
-    tl.store(state.used_at + slots, tick, mask=is_cancelled)  # but not at once: the next refill finds the slot
-    places = head - 1 - number(is_wasted)
-    has_room = is_wasted & (places >= 0)
-    tl.store(state.queue_slot + places, slots, mask=has_room)
-    tl.store(state.queue_score + places, tl.full(places.shape, REFUTED, tl.int64), mask=has_room)
-    return count(is_cancelled), count(is_wasted), head - count(has_room)
+    tl.store(state.used_at + slots, tick, mask=is_cancelled)  # and the slot goes at the next tick
+    return count(is_cancelled), count(is_wasted), put_first(state, slots, REFUTED, is_wasted, head)
 
 
 @triton.jit
@@ -507,6 +510,10 @@ def _plan_demand_kernel(
     tl.store(state.header + TICK, tick)
     tl.store(state.header + QUEUE_HEAD, new_head)
     tl.store(state.header + QUEUE_END, end)
+    if num_cancelled > 0:
+        tl.store(state.header + CANCELLED_AT, tick)
+        tl.store(state.header + CANCELLED_LAYER, layer)
+        tl.store(state.header + CANCELLED_COUNT, num_guesses)
     counts = add_to(counts, ROUTED, num_mapped + taken)
     counts = add_to(counts, HITS, num_hits)
     counts = add_to(counts, LATE, num_mapped - num_hits)
@@ -596,6 +603,7 @@ def _plan_prefetch_kernel(
     GUESS_STRIDE: tl.constexpr,
     F: tl.constexpr,
     BLOCK_P: tl.constexpr,
+    BLOCK_G: tl.constexpr,
     BLOCK_L: tl.constexpr,
     BLOCK_E: tl.constexpr,
     BLOCK_S: tl.constexpr,
@@ -713,8 +721,18 @@ def _plan_prefetch_kernel(
         if found < enough:
             end = refill(state, tick, num_slots, F, BLOCK_S, BLOCK_R, COLUMNS)
             new_head = tl.full((), F, tl.int64)
-    tl.store(state.header + QUEUE_HEAD, new_head)
     tl.store(state.header + QUEUE_END, end)
+    # Slots whose copies were cancelled at this tick go first at the next.
+    if tl.load(state.header + CANCELLED_AT) == tick:
+        num_listed = tl.load(state.header + CANCELLED_COUNT)
+        guess = tl.arange(0, BLOCK_G)
+        is_listed = guess < num_listed
+        row_ptr = state.guesses + tl.load(state.header + CANCELLED_LAYER) * GUESS_STRIDE
+        listed = tl.load(row_ptr + guess, mask=is_listed, other=0)
+        epochs = tl.load(state.copy_epoch + listed, mask=is_listed, other=1)
+        new_head = put_first(state, listed, FREE, epochs == 0, new_head)
+        tl.store(state.header + CANCELLED_AT, 0)
+    tl.store(state.header + QUEUE_HEAD, new_head)
 
 
 def plan_prefetch(
@@ -751,6 +769,7 @@ def plan_prefetch(
         GUESS_STRIDE=state.guesses.shape[1],
         F=state.queue_capacity,
         BLOCK_P=_block(ids.numel()),
+        BLOCK_G=_block(state.guesses.shape[1]),
         BLOCK_L=next_power_of_2(num_layers),
         BLOCK_E=_table_size(num_experts, PREFETCH_WARPS),
         **_refill_tiles(state.queue_capacity, PREFETCH_WARPS),

@@ -66,13 +66,9 @@ class _Planner:
         self.s.key_of[slot] = -1
 
     def refill(self) -> None:
-        """Queue the slots that may go, the least score first, the lowest slot where scores are equal.
-
-        Free ones that may go from the next tick on are among them.
-        """
+        """Queue the slots that may go, the least score first, the lowest slot where scores are equal."""
         s, capacity = self.s, self.state.queue_capacity
-        found = [slot for slot in range(self.num_slots) if self.may_go(slot) or s.key_of[slot] < 0]
-        best = sorted((s.score[slot], slot) for slot in found)[:capacity]
+        best = sorted((s.score[slot], slot) for slot in range(self.num_slots) if self.may_go(slot))[:capacity]
         for place, (score, slot) in enumerate(best, start=capacity):
             s.queue_slot[place] = slot
             s.queue_score[place] = score
@@ -137,7 +133,18 @@ class _Planner:
                 s.score[slot] = FREE
                 s.copy_epoch[slot] = 0
                 s.used_at[slot] = s.header[Header.TICK]  # something may still be written there
+                s.header[Header.CANCELLED_AT] = s.header[Header.TICK]
+                s.header[Header.CANCELLED_LAYER], s.header[Header.CANCELLED_COUNT] = layer, s.num_guesses[layer]
         s.num_guesses[layer] = 0
+
+    def queue_cancelled(self) -> None:
+        """Slots whose copies were cancelled at this tick go first at the next."""
+        s = self.s
+        if s.header[Header.CANCELLED_AT] == s.header[Header.TICK]:
+            for slot in s.guesses[s.header[Header.CANCELLED_LAYER]][: s.header[Header.CANCELLED_COUNT]]:
+                if s.copy_epoch[slot] == 0:
+                    self.push(slot)
+            s.header[Header.CANCELLED_AT] = 0
 
 
 def plan_demand_ref(
@@ -257,6 +264,7 @@ def plan_prefetch_ref(
     queue = range(s.header[Header.QUEUE_HEAD], s.header[Header.QUEUE_END])
     if sum(map(planner.is_valid, queue)) < num_routed + ids.numel() and not planner.has_refilled:
         planner.refill()
+    planner.queue_cancelled()
     planner.save()
 
 

@@ -43,6 +43,9 @@ class Header(IntEnum):
     QUEUE_END = 2
     ERROR = 3  # 1 once an expert that was routed could get no slot: what was computed then is wrong
     STEP = 4  # advanced by whoever replays routing tables, and by nothing here
+    CANCELLED_AT = 5  # tick at which copies were cancelled, until their slots are queued: among CANCELLED_COUNT guesses
+    CANCELLED_LAYER = 6  # of that layer
+    CANCELLED_COUNT = 7
 
 
 class Counter(IntEnum):
