@@ -63,6 +63,14 @@ def _activation(gate, up, limit, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
+def _dealt_out(i, slot_ids_ptr, tiles: tl.constexpr):
+    """Of the i-th tile, where each pair has so many: (pair, slot or -1, tile of the pair)."""
+    i = tl.full((), i, tl.int32)  # an int under the interpreter
+    pair = i // tiles
+    return pair, tl.load(slot_ids_ptr + pair).to(tl.int64), i % tiles
+
+
+@triton.jit
 def _gate_up_decode_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
     x_ptr,  # [T, HIDDEN]
@@ -97,12 +105,10 @@ def _gate_up_decode_kernel(
     else:
         tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
         for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
-            tile = tl.full((), i, tl.int32)  # an int under the interpreter
-            pair = tile // tiles
-            slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+            pair, slot, tile = _dealt_out(i, slot_ids_ptr, tiles)
             if slot >= 0:
                 _gate_up_tile(
-                    hidden_ptr, x_ptr, pair, slot, tile % tiles * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
+                    hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
                     limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, EVICT,
                 )  # fmt: skip
 
@@ -173,12 +179,10 @@ def _down_decode_kernel(
         release_dependents(PDL)
         tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
         for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
-            tile = tl.full((), i, tl.int32)  # an int under the interpreter
-            pair = tile // tiles
-            slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
+            pair, slot, tile = _dealt_out(i, slot_ids_ptr, tiles)
             if slot >= 0:
                 _down_tile(
-                    out_ptr, hidden_ptr, pair, slot, tile % tiles * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
+                    out_ptr, hidden_ptr, pair, slot, tile * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
                     HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, EVICT, False,
                 )  # fmt: skip
 

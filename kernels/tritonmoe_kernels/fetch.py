@@ -7,8 +7,8 @@ Schedule: a few programs share every record, in list order, by chunks in turn. A
 in flight decide: a chunk of 4096 words on 4 warps is 8 loads of 16 bytes a thread before its first store, and 16
 programs have 262 KB under way where 51.2 GB/s needs about 100 KB. What is to spare hides what a program does between
 two records. The list is read on the device, so one captured launch serves any list; an empty one ends after one load.
-A launch costs 4.5 to 5 us beside its records' time (8 programs of 8192 words: 6), two reads and the way there and back
-of the first and the last chunk. Small programs find a place sooner beside others that fill the device.
+A launch costs some microseconds beside its records' time (docs/log.md): two reads, and the way there and back of the
+first and the last chunk. Small programs find a place sooner beside others that fill the device.
 
 Publication: a program that stored its part of a record arrives at the record's counter; the last of them writes the
 copy's epoch to `landed`. Barrier, acquire-release count and release exchange make every program's stores visible to
