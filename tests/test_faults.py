@@ -226,5 +226,5 @@ def test_a_soak_sees_another_token_and_growth(pristine_folder: Path) -> None:
     reference.generate_batch = lambda prompts, _params: generate_batch(prompts, PARAMS)  # type: ignore[method-assign]
     outcome = soak.soak(engine, reference, "on-demand", 20, 0, time.perf_counter() + 100)
     assert any("is another one" in problem for problem in outcome.problems)
-    soak.growth([0, 1], [1, 10], "host memory", 8, outcome)
+    soak.growth([[0, 1], [0, 1], [1, 10]], "host memory", 8, outcome)
     assert outcome.problems[-1].startswith("host memory grew")

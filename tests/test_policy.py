@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tritonmoe.checkpoint.architectures import parse_config
+from tritonmoe.checkpoint.config_reader import read_json
 from tritonmoe.errors import InputError
-from tritonmoe.offload.policy import OPTIONS, PRESET_NAMES, PRESETS, Policy, resolve
+from tritonmoe.offload.policy import OPTIONS, PRESET_NAMES, PRESETS, Policy, resolve, should_host_plan
+from tritonmoe_kernels.fetch_reference import RECORD_ALIGNMENT
 
+CONFIGS = Path(__file__).parent.parent / "tools/bench/configs"
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
     # preset, overrides, and what the line begins with: the option at fault
     (
@@ -193,3 +198,17 @@ def test_description() -> None:
     )
     assert "cache bias 0.5, eviction lru" in str(resolve("exact", cache_bias=0.5))
     assert "miss tolerance 0.1 (fill none)" in str(resolve("exact", miss_tolerance=0.1))
+
+
+def test_the_host_plans_where_the_link_alone_decides() -> None:
+    """48 layers that route 8 of 128 experts: 384 a step."""
+    spec = parse_config(read_json(CONFIGS / "qwen3-30b-a3b.json"), "config.json")
+    bf16, int4 = 9_437_184, 2_506_752
+    for name in ("exact", "router-pf"):
+        assert should_host_plan(spec, resolve(name), 16, bf16)
+        assert should_host_plan(spec, resolve(name), 383, int4)
+        assert not should_host_plan(spec, resolve(name), 384, bf16), "slots keep some of the last step's"
+        assert should_host_plan(spec, resolve(name), 384, bf16, batch=2)
+        assert not should_host_plan(spec, resolve(name), 16, RECORD_ALIGNMENT), "the host is slower than such copies"
+    assert not should_host_plan(spec, resolve("on-demand"), 16, bf16), "nothing to hide behind"
+    assert not should_host_plan(spec, resolve("exact", eviction="lfu"), 16, bf16), "frequent experts stay"

@@ -184,7 +184,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
-    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    device, dtype = torch.empty(0, device=options.device).device, getattr(torch, options.dtype)  # with its number
     if options.max_context <= WARM_STEPS + STEPS:
         parser.error(f"--max-context must be above {WARM_STEPS + STEPS}")
     try:

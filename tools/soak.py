@@ -1,22 +1,23 @@
 """Generate for long with few slots, and hold memory, counters and tokens to what they must be.
 
 Generations of many kinds follow each other in one process: single, in batches, as conversations, as streams that are
-abandoned. Half of the tokens are drawn by different ones, the rest by the same ones again, which must draw the same
-tokens in no more memory: shapes that were not met before cost memory once, as kernels that are compiled and steps that
-are captured, and what is lost for every generation costs it again. The first and the last thousand tokens must be those
-of the same generations with all experts in slots (speculated execution) or resident (every other policy); what was
-counted must add up. Exits with 1 where anything does not, which is in the summary too.
+abandoned. The same ones are run three times, which must draw the same tokens every time, and the third time in no more
+memory than the second: kernels that are compiled, steps that are captured and what is kept for the next call cost
+memory once or twice, and what is lost for every generation costs it again. The first and the last thousand tokens must
+be those of the same generations with all experts in slots (speculated execution) or resident (every other policy); what
+was counted must add up. Exits with 1 where anything does not, which is in the summary too.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import random
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,8 @@ COMPARED = 1000  # tokens at either end
 LONGEST_PROMPT, LONGEST_ANSWER = 200, 160
 MAX_BATCH = 4
 TURNS = 3
-GROWTH_BYTES = 8 << 20  # that a process may grow by while all is run again
+PASSES = 3
+GROWTH_BYTES = 8 << 20  # that a process may grow by in the last of them
 
 
 @dataclass(frozen=True)
@@ -108,34 +110,32 @@ def soak(engine: Engine, reference: Engine, policy: str, tokens: int, seed: int,
     num_experts = sum(moe.num_experts for moe in engine.decoder.spec.moe_layers.values())
     outcome = Outcome(policy, experts.pool.num_slots, num_experts)
     done: list[tuple[Job, list[int]]] = []
-    began = time.perf_counter()
-    half = began + (ends - began) / 2
-
-    def one_pass(given: Iterable[Job], until_tokens: int, until: float) -> tuple[list[int], list[int]]:
-        """Memory of the process and of the device after each."""
-        host, device = [], []
-        for job in given:
+    host: list[list[int]] = []
+    device: list[list[int]] = []
+    began, num_jobs = time.perf_counter(), 0
+    for i in range(1, PASSES + 1):
+        host.append([])
+        device.append([])
+        first = jobs(seed, engine.tokenizer.vocab_size, engine.max_context)
+        for job in first if i == 1 else itertools.islice(first, num_jobs):
             drawn = run(engine, job)
             done.append((job, drawn))
             outcome.tokens += len(drawn)
             check_counters(experts, outcome)
-            host.append(resident_bytes())
-            device.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
-            if outcome.tokens >= until_tokens or time.perf_counter() > until:
+            host[-1].append(resident_bytes())
+            device[-1].append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
+            is_late = time.perf_counter() - began > i * (ends - began) / PASSES
+            if (i == 1 and outcome.tokens * PASSES >= tokens) or is_late:
                 break
-        return host, device
-
-    first = one_pass(jobs(seed, engine.tokenizer.vocab_size, engine.max_context), (tokens + 1) // 2, half)
-    once = list(done)
-    second = one_pass([job for job, _ in once], 2 * tokens, ends)
+        num_jobs = len(host[0])
     outcome.generations, outcome.seconds = len(done), time.perf_counter() - began
-    if outcome.tokens < tokens:
+    if len(done) < PASSES * num_jobs or outcome.tokens < tokens:
         outcome.problems.append(f"ended by --time-limit after {outcome.tokens} of {tokens} tokens")
-    for (job, drawn), (_, again) in zip(once, done[len(once) :], strict=False):
+    for (job, drawn), (_, again) in zip(done, done[num_jobs:], strict=False):
         if drawn != again:
-            outcome.problems.append(f"seed {job.params.seed} ({job.kind}): other tokens the second time")
-    outcome.host_bytes = growth(first[0], second[0], "host memory", GROWTH_BYTES, outcome)
-    outcome.device_bytes = growth(first[1], second[1], "device memory", 0, outcome)
+            outcome.problems.append(f"seed {job.params.seed} ({job.kind}): other tokens the next time")
+    outcome.host_bytes = growth(host, "host memory", GROWTH_BYTES, outcome)
+    outcome.device_bytes = growth(device, "device memory", 0, outcome)
     for job, drawn in at_both_ends(done):
         expected = run(reference, job)
         outcome.compared_tokens += len(drawn)
@@ -176,19 +176,13 @@ def at_both_ends(done: Sequence[tuple[Job, list[int]]]) -> list[tuple[Job, list[
     return [done[i] for i in sorted(chosen)]
 
 
-def growth(first: list[int], second: list[int], what: str, allowed: int, outcome: Outcome) -> dict[str, int]:
-    """The most in either pass; the second may be above the first by `allowed` bytes."""
-    grown = max(second) - max(first)
+def growth(passes: list[list[int]], what: str, allowed: int, outcome: Outcome) -> dict[str, int]:
+    """The most in each pass; the last may be above the one before by `allowed` bytes."""
+    peaks = [max(samples) for samples in passes]
+    grown = peaks[-1] - peaks[-2]
     if grown > allowed:
-        outcome.problems.append(f"{what} grew by {grown / 1e6:.1f} MB while the same was generated again")
-    middle = second[len(second) // 2]
-    return {
-        "first": first[0],
-        "first pass": max(first),
-        "middle of second": middle,
-        "second pass": max(second),
-        "grown": grown,
-    }
+        outcome.problems.append(f"{what} grew by {grown / 1e6:.1f} MB in the last pass")
+    return {"first": passes[0][0], **{f"pass {i + 1}": peak for i, peak in enumerate(peaks)}, "grown": grown}
 
 
 def resident_bytes() -> int:

@@ -33,7 +33,7 @@ from tritonmoe.model.weights import ModelWeights
 from tritonmoe.offload.copy_engine import DEPTH, CopyEngine, Priority, copy_engine
 from tritonmoe.offload.counters import Counters
 from tritonmoe.offload.device_scheduler import GUARD_STEPS, DeviceScheduler, RoutingTables, device_addresses
-from tritonmoe.offload.policy import Policy, minimum_slots
+from tritonmoe.offload.policy import Policy, minimum_slots, should_host_plan
 from tritonmoe.offload.prefetch_guard import PrefetchGuard
 from tritonmoe.offload.scheduler import Plan, Scheduler, Wave
 from tritonmoe.offload.slot_pool import SlotPool
@@ -144,7 +144,7 @@ class OffloadedExperts(Experts):
         tables: RoutingTables | None = None,
     ) -> None:
         """`plan_on_device`: whether decode steps plan and fetch without the host; by default on a GPU that can read the
-        store. `tables` replaces what they route and foretell."""
+        store, unless so few slots make the host faster. `tables` replaces what they route and foretell."""
         super().__init__(ops, spec, weights)
         self.policy = policy
         self._store = store
@@ -172,6 +172,7 @@ class OffloadedExperts(Experts):
         self._guard_line: str | None = None  # of the device's last steps
         self._steps = 0
         self._plan_on_device = weights.embedding.is_cuda if plan_on_device is None else plan_on_device
+        self._may_choose = plan_on_device is None
         self._tables = tables
         self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
@@ -234,6 +235,10 @@ class OffloadedExperts(Experts):
             return self._host_plans(f"{batch} sequence(s) at once need {least} slots, not {self.pool.num_slots}")
         if self.policy.predictor == "oracle":
             return self._host_plans("it knows the oracle's answers")
+        if self._may_choose and should_host_plan(
+            self._spec, self.policy, self.pool.num_slots, self._store.layout.num_bytes, batch
+        ):
+            return None
         if batch not in self._devices:
             addresses = device_addresses(self._store, self._buffer.device)
             if isinstance(addresses, str):
