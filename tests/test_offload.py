@@ -419,6 +419,20 @@ def test_measuring_changes_nothing_and_reports_agreement() -> None:
     assert all(0 < (layer.recall or 0) <= 1 for layer in measured.experts.counters.layers[1:])
 
 
+def test_a_prompt_fetches_past_layers_that_lack_nothing() -> None:
+    """The link has work while layers compute whose experts are all in slots."""
+    spec = parse(**{**SPECS["qwen3"], "num_hidden_layers": 4})
+    num_experts = spec.moe_layers[1].num_experts
+    experts = Offloaded(spec, noise(spec), 4 * num_experts, POLICIES["on-demand"]).experts
+    for layer in (1, 2):
+        experts.pool.take(layer, range(num_experts))
+    assert list(experts._prefill_ahead(0)) == list(experts._prefill_ahead(2)) == [3]
+    experts.pool.take(3, range(num_experts - 1))
+    assert list(experts._prefill_ahead(0)) == [3]
+    experts.pool.take(3, [num_experts - 1])
+    assert experts._prefill_ahead(0) == {}
+
+
 def test_a_long_prompt_through_few_slots() -> None:
     """16k tokens in prefill steps of which each wants every expert of every layer."""
     spec = parse(**{**SPECS["qwen3"], "num_hidden_layers": 2, "max_position_embeddings": 32768})

@@ -16,6 +16,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -714,9 +715,13 @@ class OffloadedExperts(Experts):
         self.copies.pump()
 
     def _prefill_ahead(self, layer_id: int) -> dict[int, np.ndarray]:
-        """All of the next layer's experts in order."""
-        later = next((i for i in self._moe_layers if i > layer_id), None)
-        return {} if later is None else {later: np.arange(self._num_experts)[None]}
+        """All experts, in order, of the next layer that lacks any: layers that lack none leave the link idle."""
+        later = (i for i in self._moe_layers if i > layer_id and (self._slots_of(i) < 0).any())
+        return {i: np.arange(self._moe(i)[0].num_experts)[None] for i in itertools.islice(later, 1)}
+
+    def _slots_of(self, layer_id: int) -> np.ndarray:
+        """The slots of the layer's experts, -1 where one has none."""
+        return self.pool.slot_of[layer_id, : self._moe(layer_id)[0].num_experts]
 
     def _leave_out(
         self, layer_id: int, ids: np.ndarray, weights: np.ndarray, wanted: list[int], out: torch.Tensor
