@@ -145,7 +145,7 @@ def test_rows_of_every_kind(config_file: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench_routing.os, "sched_getaffinity", lambda _: {0})
     cases = (
         "exact:75:host,on-demand:75,on-demand:90,router-pf:75,on-demand:everything,router-pf:everything,"
-        "on-demand:minimum,on-demand:88@2560,exact:88@2560"
+        "on-demand:minimum,on-demand:88@2560,exact:88@2560,exact+lookahead=2:75"
     )
     result = run(config_file, "--steps", 24, "--slots", "50%", "--cases", cases)
     assert result["skipped"] == []
@@ -182,6 +182,9 @@ def test_rows_of_every_kind(config_file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert rows["on-demand:minimum"]["per_token"]["demand"] == 8
     small = rows["exact:88@2560"]
     assert (small["is_timing_only"], small["record_bytes"], small["wanted_saved"]) == (True, 2560, 0.25)
+    twice = rows["exact+lookahead=2:75"]
+    assert "lookahead 2" in twice["policy"]
+    assert twice["per_token"]["prefetched"] >= exact["per_token"]["prefetched"]
     assert str(config_file.parent) not in json.dumps(result)
     check_picture(figures.tpot_by_hit_rate(result))
 
@@ -203,10 +206,10 @@ def test_rows_not_begun_in_time_or_without_room(config_file: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--cases", "resident:75"], "'resident:75' is not POLICY:HITS[@BYTES][:host]"),
+        (["--cases", "resident:75"], "'resident:75' is not POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]"),
         (["--cases", "exact"], "'exact' needs a hit rate between 0 and 100, everything or minimum"),
         (["--cases", "exact:100"], "'exact:100' needs a hit rate between 0 and 100"),
-        (["--cases", "exact:75@small"], "'exact:75@small' is not POLICY:HITS[@BYTES][:host]"),
+        (["--cases", "exact:75@small"], "'exact:75@small' is not POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]"),
         (["--cases", "exact:75@100"], "'exact:75@100' has records that are no multiple of 256 bytes"),
         (["--cases", "all:75"], "--policy 'all' is not known"),
         (["--slots", "3"], "--slots 3 are 3, fewer than the 4 that exact:50 needs"),
@@ -318,6 +321,7 @@ def test_timeline_of_a_trace() -> None:
     assert (ahead["layer"], [record["outcome"] for record in ahead["records"]]) == (1, ["used", "late"])
     chosen = timeline.choose_layers(launches, layers)
     assert chosen == [0, 1, 2]
+    assert timeline.choose_layers(launches, layers, 5) == [0, 1, 2, 3, 4]
     shown, begins = timeline.cut(found, [1, 2, 3])
     assert begins == [0, 100, 200, 300]
     assert min(event["start_us"] for event in shown) == -64  # a fetch that began in the layer before

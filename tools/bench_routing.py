@@ -12,10 +12,11 @@ same run / layers; gather rate: that of the fetch kernel, in the same run. A ste
 experts are prefetched ("exact": plus its mispredicted bytes / gather rate), against the resident step + needed bytes /
 gather rate where they are not, and against the resident step with slots for everything.
 
-A case is POLICY:HITS[@BYTES][:host]. HITS: a percentage, with --slots, or "everything" or "minimum" slots. BYTES: so
-many are fetched of each record, in place of all, which shows the times of smaller records; experts are still computed
-with weights in --dtype, so that the window is longer than with such records. host: the steps again while every CPU
-core is busy, and the launches that a step costs the host.
+A case is POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]. With +lookahead=2 a layer is foretold twice, by the same ids. HITS:
+a percentage, with --slots, or "everything" or "minimum" slots. BYTES: so many are fetched of each record, in place of
+all, which shows the times of smaller records; experts are still computed with weights in --dtype, so that the window is
+longer than with such records. host: the steps again while every CPU core is busy, and the launches that a step costs
+the host.
 """
 
 from __future__ import annotations

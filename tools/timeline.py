@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from bench.cli import store as write
-from bench.cli import stored_forms
+from bench.cli import positive, stored_forms
 from bench.random_weights import random_storage
 from bench.table_replay import FORM, Case, Model, TableReplay
 from bench.trace import device_events
@@ -39,7 +39,7 @@ from tritonmoe.checkpoint.config_reader import read_json
 from tritonmoe.errors import TritonMoeError
 from tritonmoe.model.operations import operations
 
-LAYERS = 3
+LAYERS = 3  # as the picture shows
 PROFILED_STEPS = 4
 LAYER_BEGINS = "_norm_router_kernel"
 FETCHES = "_fetch_kernel"
@@ -122,16 +122,16 @@ def step_events(events: Sequence[dict[str, Any]], launches: Sequence[Launch], mo
     return found
 
 
-def choose_layers(launches: Sequence[Launch], moe_layers: Sequence[int]) -> list[int]:
-    """Consecutive layers in which most kinds of outcomes are to be seen, and then most records."""
+def choose_layers(launches: Sequence[Launch], moe_layers: Sequence[int], count: int = LAYERS) -> list[int]:
+    """`count` consecutive layers in which most kinds of outcomes are to be seen, and then most records."""
 
     def worth(first: int) -> tuple[int, int]:
-        shown = set(moe_layers[first : first + LAYERS])
+        shown = set(moe_layers[first : first + count])
         outcomes = [what for launch in launches if launch.layer in shown for _, what in launch.records]
         return len(set(outcomes)), len(outcomes)
 
-    first = max(range(max(1, len(moe_layers) - LAYERS)), key=worth)  # the first of equals; the last layer is followed
-    return list(moe_layers[first : first + LAYERS])  # by the head, which belongs to none
+    first = max(range(max(1, len(moe_layers) - count)), key=worth)  # the first of equals; the last layer is followed
+    return list(moe_layers[first : first + count])  # by the head, which belongs to none
 
 
 def cut(events: Sequence[dict[str, Any]], layers: Sequence[int]) -> tuple[list[dict[str, Any]], list[float]]:
@@ -166,6 +166,7 @@ def build_parser() -> argparse.ArgumentParser:
     add_options(parser)
     parser.add_argument("--case", default="exact:90", help=f"{FORM} (default: exact:90)")
     parser.add_argument("--first-layer", type=int, metavar="L", help="default: where most is to be seen")
+    parser.add_argument("--layers", type=positive, default=LAYERS, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--output", type=Path, help="default: docs/measurements/timeline-MODEL.json")
     return parser
 
@@ -201,9 +202,9 @@ def main(arguments: list[str] | None = None) -> int:
     moe_layers = list(spec.moe_layers)
     launches = read_launches(replay, moe_layers)
     first = options.first_layer
-    layers = choose_layers(launches, moe_layers)
+    layers = choose_layers(launches, moe_layers, options.layers)
     if first is not None:
-        layers = [layer for layer in moe_layers if layer >= first][:LAYERS]
+        layers = [layer for layer in moe_layers if layer >= first][: options.layers]
     shown, begins = cut(step_events(events, launches, moe_layers), layers)
     result = {
         "provenance": source,

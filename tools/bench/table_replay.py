@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from command_line import split_policy
 
 from bench.measure import synchronize
 from bench.random_weights import SCALE, fill_records
@@ -31,7 +32,7 @@ from tritonmoe.placement.memory_plan import read_slots
 from tritonmoe_kernels.fetch_reference import RECORD_ALIGNMENT
 
 EVERYTHING, MINIMUM = "everything", "minimum"
-FORM = "POLICY:HITS[@BYTES][:host]"
+FORM = "POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]"
 GATHERED_RECORDS = 8  # of a list whose rate is measured
 GATHERED_BYTES = 2_000_000_000  # about
 GATHERS = 3
@@ -75,7 +76,8 @@ class Case:
         body, _, suffix = text.partition(":host")
         name, _, rest = body.partition(":")
         what, at, size = rest.partition("@")
-        policy = resolve(name)
+        preset, overrides = split_policy(name)
+        policy = resolve(preset, **overrides)
         if policy.is_resident or suffix or (at and not size.isdecimal()):
             raise InputError(f"--cases: {text!r} is not {FORM}, POLICY on-demand, exact or router-pf")
         record_bytes = int(size) if at else None

@@ -42,7 +42,8 @@ def soak() -> str:
         counted, host = found["counters"], found["host_bytes"]
         fetched = sum(counted[f"{step} {what}"] for step in STEPS for what in ("demand", "prefetched"))
         counts = [f"{found[name]:,}" for name in ("tokens", "generations", "compared_tokens")]
-        sizes = [figure(host["pass 3"] / 1e6), f"{host['grown'] / 1e6:.1f}"]
+        most = max(size for name, size in host.items() if name != "grown")
+        sizes = [figure(most / 1e6), f"{host['grown'] / 1e6:.1f}"]
         rows.append([found["policy"], f"{found['slots']:,} of {found['experts']:,}", *counts, f"{fetched:,}", *sizes])
         problems += found["problems"]
     return table(header, rows) + _problems(problems) + "".join(map(origin, parts))

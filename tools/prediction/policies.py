@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import split_policy
 
 from nano.tasks import Task, score
 from tritonmoe import Engine, Generation, SamplingParams
@@ -22,7 +23,6 @@ from .scoring import Pair
 
 PROMPT_TOKENS = 16  # of a window, prefilled with true routing; what follows is fed token by token
 SPARE_TOKENS = 16  # beyond the longest reference answer, before an item counts as unanswered
-OPTIONS = {"predict": "predictor"} | {field.name: field.name for field in fields(Policy)}
 
 
 @dataclass(frozen=True)
@@ -37,29 +37,13 @@ class Asked:
     @classmethod
     def parse(cls, text: str) -> Asked:
         """InputError for what is not known or does not go together."""
-        preset, *parts = text.split("+")
-        overrides: dict[str, Any] = {}
-        for part in parts:
-            name, equals, value = part.partition("=")
-            field = OPTIONS.get(name.replace("-", "_"))
-            if not equals or field is None or field == "name":
-                raise InputError(f"--policies {text}: {part!r} is no option of a policy; write router-pf+gate=routed")
-            overrides[field] = _value(value)
+        preset, overrides = split_policy(text)
         return cls(text, preset, overrides, resolve(preset, **overrides))
 
     @property
     def depends_on_slots(self) -> bool:
         """Whether what is computed depends on which experts have a slot."""
         return self.policy.execute == "routed" and not self.policy.is_exact
-
-
-def _value(text: str) -> int | float | str:
-    for kind in (int, float):
-        try:
-            return kind(text)
-        except ValueError:
-            continue
-    return text
 
 
 def open_engine(model: str, asked: Asked, slots: str, batch: int, options: dict[str, Any]) -> Engine:
