@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
+import estimator_texts
 import numpy as np
 import pytest
 import torch
@@ -590,3 +591,25 @@ def test_exact_match_wants_every_token(small_tokenizer):
     assert exact_match(Oracle(), [task], small_tokenizer) == 1
     assert exact_match(Oracle(), [wrong], small_tokenizer) == 0
     assert exact_match(Oracle(), [wrong] * 3 + [task], small_tokenizer) == 0.25
+
+
+def test_texts_for_estimators(tmp_path: Path) -> None:
+    """Nothing of what is held out, and none of the tests' items."""
+    words = ["ash", "birch", "cedar", "elm", "fir", "hazel", "lime", "oak", "pine", "rowan", "willow", "yew"]
+    draw = Random(5)
+    works = ["".join(" ".join(draw.choices(words, k=30)) + ".\n" for _ in range(400)) for _ in range(3)]
+    text, valid = tmp_path / "train.txt", tmp_path / "valid.txt"
+    text.write_text("\x1e".join(works), encoding="utf-8")
+    valid.write_text(works[0][:500], encoding="utf-8")
+    options = ["--text", str(text), "--valid", str(valid), "--out", str(tmp_path / "texts")]
+    assert estimator_texts.main([*options, "--items", "50", "--choice-items", "5"]) == 0
+    found = (tmp_path / "texts/estimator.txt").read_text(encoding="utf-8")
+    held_out = list(held_out_passages([str(text)]))
+    assert held_out, "the sample is long enough to hold something out"
+    assert not any(passage in found for passage in held_out)
+    kept = [passage for work in works for passage in passages(work) if passage not in held_out]
+    assert all(passage in found for passage in kept)
+    assert all(item.text in found for item in tasks.training_items(50, estimator_texts.ESTIMATOR_SEED))
+    choice = (tmp_path / "texts/choose.txt").read_text(encoding="utf-8")
+    assert choice.startswith(works[0][:400])
+    assert not any(item.text in found for item in tasks.training_items(5, estimator_texts.CHOICE_SEED))

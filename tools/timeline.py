@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from bench.cli import store as write
 from bench.cli import positive, stored_forms
+from bench.cli import store as write
 from bench.random_weights import random_storage
 from bench.table_replay import FORM, Case, Model, TableReplay
 from bench.trace import device_events
