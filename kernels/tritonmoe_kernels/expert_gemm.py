@@ -141,12 +141,16 @@ def _gate_up_tile(
             up_sums += products(up_tile, x, strides_ws.byte, LAYOUT)
         gate = tl.sum(gate_sums, axis=1)
         up = tl.sum(up_sums, axis=1)
-    else:  # a unit's gate row and its up row follow each other in the tile
-        stacked = tl.join(rows, rows + INTERMEDIATE).reshape(2 * BLOCK_N)
+    else:  # one tile: the gate rows, then the up rows
+        row = tl.arange(0, 2 * BLOCK_N)
+        unit = row % BLOCK_N
+        if INTERMEDIATE % BLOCK_N != 0:
+            unit = tl.minimum(unit, INTERMEDIATE - 1 - first)
+        stacked = row // BLOCK_N * INTERMEDIATE + unit
         sums = rows_times_x(
             gate_up, strides_ws, slot, first, stacked, row_ptr, LAYOUT, HIDDEN, BLOCK_K, DOT, EVICT, False
         )
-        gate, up = tl.split(sums.reshape(BLOCK_N, 2))
+        gate, up = tl.split(sums.reshape(2, BLOCK_N).T)
     if bias_ptr is not None:
         bias_ptr += slot * stride_bs + first
         gate += tl.load(bias_ptr + rows).to(tl.float32)
@@ -495,6 +499,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
+        num_stages=3 if dot is None else 1,
         **launch_options(x.device),
     )
 
@@ -524,6 +529,7 @@ def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
         DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
+        num_stages=3 if dot is None else 1,
         **launch_options(hidden.device),
     )
 

@@ -97,14 +97,16 @@ def _accumulate(
     sums = tl.zeros([ROWS * PARTS, WIDTH], dtype=tl.float32)
     largest = scales
     LAST: tl.constexpr = (COLUMNS - 1) // BLOCK_K * BLOCK_K
-    for start in range(0, LAST, BLOCK_K):
+    x = _load_x(x_ptr, 0, COLUMNS, BLOCK_K)
+    for start in tl.range(BLOCK_K, LAST + BLOCK_K, BLOCK_K, loop_unroll_factor=2):
         next_words, next_scales = fetch_weights(
-            parts, strides, slot, first, rows, start + BLOCK_K, LAYOUT, COLUMNS, BLOCK_K, EVICT
+            parts, strides, slot, first, rows, start, LAYOUT, COLUMNS, BLOCK_K, EVICT
         )
-        sums = _add_products(sums, words, scales, x_ptr, start, COLUMNS, BLOCK_K, DOT, ANY_SCALE)
-        words, scales = next_words, next_scales
+        next_x = _load_x(x_ptr, start, COLUMNS, BLOCK_K)
+        sums = _add_products(sums, words, scales, x, DOT, ANY_SCALE)
+        words, scales, x = next_words, next_scales, next_x
         largest = tl.maximum(largest, scales)
-    sums = _add_products(sums, words, scales, x_ptr, LAST, COLUMNS, BLOCK_K, DOT, ANY_SCALE)
+    sums = _add_products(sums, words, scales, x, DOT, ANY_SCALE)
     part = tl.arange(0, PARTS)[None, :, None]
     own = part == tl.arange(0, WIDTH)[None, None, :]
     sums = _swap_rows(sums, DOT, True).reshape(ROWS, PARTS, WIDTH)
@@ -113,15 +115,16 @@ def _accumulate(
 
 
 @triton.jit
-def _add_products(
-    sums, words, scales, x_ptr, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
-    ANY_SCALE: tl.constexpr,
-):  # fmt: skip
-    """Words [4, rows, chunks] and scales [rows, chunks] of a step times its x, added to sums [rows · parts, WIDTH]."""
-    PARTS: tl.constexpr = BLOCK_K // PART_COLUMNS
-    part = tl.arange(0, WIDTH) % PARTS
+def _load_x(x_ptr, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
+    """x of a step by parts, [WIDTH, 128]; where there are fewer parts they come again."""
+    part = tl.arange(0, WIDTH) % (BLOCK_K // PART_COLUMNS)
     columns = start + part[:, None] * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
-    x = load_columns(x_ptr + columns, columns, COLUMNS, BLOCK_K, "")
+    return load_columns(x_ptr + columns, columns, COLUMNS, BLOCK_K, "")
+
+
+@triton.jit
+def _add_products(sums, words, scales, x, DOT: tl.constexpr, ANY_SCALE: tl.constexpr):
+    """Words [4, rows, chunks] and scales [rows, chunks] of a step times its x, added to sums [rows · parts, WIDTH]."""
     x = x.reshape(WIDTH, 4, 4, 2, 4)  # part, chunk, word, half, place
     x = tl.permute(x, (2, 4, 1, 3, 0)).reshape(PART_COLUMNS, WIDTH)
     tile = _tile(words, scales, DOT, ANY_SCALE)
@@ -180,7 +183,7 @@ def _pair(spread, factor, above, DOT: tl.constexpr):
             factor = above
         low, high = tl.inline_asm_elementwise(
             "{.reg .b32 t; fma.rn.bf16x2 t, $2, $3, $4; mov.b32 {$0, $1}, t;}", "=h,=h,r,r,r",
-            [codes, factor, 0x80008000], (tl.bfloat16, tl.bfloat16), True, 1,
+            [codes, factor, 0x80008000], (tl.bfloat16, tl.bfloat16), False, 1,
         )  # fmt: skip
         pair = tl.join(low, high)
     else:
