@@ -10,8 +10,8 @@ K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program has one (token,
 of which it asks for at once, down's before gate_up has ended (dependent_launch.py); it keeps a float32 sum per row and
 column and adds across threads once. Pairs run fastest over the grid: tokens that share an expert read the same rows at
 about the same time, once from memory and then from L2, but each pair does read them. Quantised weights stay packed
-until they are in registers (weight_tiles.py): in MXFP4 the same token costs 20 MB, 4.7 us, and one of GPT-OSS, K = 4 of
-2880 x 2880, 53 MB, 12.3 us.
+until they are in registers (weight_tiles.py), from where MXFP4 can also go to tensor cores (mxfp4_dot.py): in MXFP4 the
+same token costs 20 MB, 4.7 us, and one of GPT-OSS, K = 4 of 2880 x 2880, 53 MB, 12.3 us.
 
 Prefill form: pairs are sorted by slot into blocks of BLOCK_M rows of one expert, padded (`sort_tokens`); two launches
 of tensor-core tiles, 6·H·I FLOPs a pair (309 GFLOP for 4,096 tokens at the shape above, 0.4 ms at 0.8 PFLOP/s). Gate
@@ -52,6 +52,9 @@ from tritonmoe_kernels.weight_tiles import (
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
+
+# Tiles for tensor cores are asked for a step ahead by the kernel itself, into registers.
+ONE_STAGE = {"num_stages": 1}
 
 
 @triton.jit
@@ -227,9 +230,7 @@ def _down_tile(
             sums += products(tile, hidden, strides_ws.byte, LAYOUT)
         out = tl.sum(sums, axis=1)
     else:
-        out = rows_times_x(
-            down, strides_ws, slot, first, rows, row_ptr, LAYOUT, INTERMEDIATE, BLOCK_K, DOT, EVICT, PDL
-        )
+        out = rows_times_x(down, strides_ws, slot, first, rows, row_ptr, LAYOUT, INTERMEDIATE, BLOCK_K, DOT, EVICT, PDL)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)
     units = first + tl.arange(0, BLOCK_N)
@@ -499,7 +500,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        num_stages=3 if dot is None else 1,
+        **({} if dot is None else ONE_STAGE),
         **launch_options(x.device),
     )
 
@@ -529,7 +530,7 @@ def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
         DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
-        num_stages=3 if dot is None else 1,
+        **({} if dot is None else ONE_STAGE),
         **launch_options(hidden.device),
     )
 

@@ -1,12 +1,15 @@
-"""MXFP4 rows times one vector in bfloat16 on tensor cores, for the decode forms.
+"""MXFP4 rows times one vector in bfloat16 on tensor cores: the decode forms where the launch table has `"dot": true`.
 
-`weight_tiles.products` makes a float32 of each code and multiplies it by x, 4.8 instructions a weight. Here two codes at
-a time become bfloat16 numbers, and their products are the tensor cores' work.
+`weight_tiles.products` makes a float32 of each code and multiplies it by x, 4.8 instructions a weight. Here two codes
+at a time become bfloat16 numbers, and their products are the tensor cores' work. Counted in the assembler's code
+(sm_90, triton 3.6 and 3.9, a step of the loop with all that is around the weights), instructions a weight by rows of a
+tile and warps: 2.7 at 128 and 4, 2.8 at 64 and 4, 2.9 at 32 and 1; 2.1 of them make the numbers. Not timed yet: no row
+of the table has it.
 
 The tile. A row of a step has BLOCK_K columns in parts of 128, and what is multiplied is [rows · parts, 128] by
-[128, parts]: column p of the second factor is x of part p. Of the result [rows · parts, 8] the number of a row's part p
-in column p is wanted, the others are by-products: tensor cores have at least 8 columns and there is one x. So a step is
-as wide as one likes, with few rows.
+[128, parts]: column p of the second factor is x of part p. Of the result [rows · parts, width] the number of a row's
+part p in column p is wanted, the others are by-products: tensor cores have at least 8 columns, or 16, and there is one
+x. So a step is as wide as one likes, with few rows.
 
 Order of columns. Tensor cores take the first factor from registers, a thread having two neighbours of every 8 columns.
 A thread loads 16 bytes, 32 codes. As sums do not mind the order of columns, those codes are said to lie where the
@@ -19,7 +22,8 @@ bfloat16, zero and the subnormal 0.5 as well. The codes at a place and half a wo
 register. Times 2^(scale - 1) that is the weight, and exact: E2M1 has two significant bits, and 2^-128, the least there
 is, is a subnormal number of bfloat16. 2^(scale - 1) is a bfloat16 up to scale 128, weights of 2 to 12. Of a tile that
 has larger scales (or 255, not a number) all is done a second time, multiplied by 2^(scale - 128) on top of 2^127;
-so the usual tile pays one comparison for 32 weights. Neither way rounds anything but the float32 sum.
+so the usual tile pays one comparison for 32 weights. Neither way rounds anything but the sum, in the tensor cores'
+float32. What belongs to one row decides nothing about the bits of another: both ways make the same numbers.
 """
 
 from __future__ import annotations
@@ -38,15 +42,15 @@ from tritonmoe_kernels.weight_tiles import Layout, fetch_weights, load_columns
 PART = 128  # columns: four threads' loads
 MOST_COLUMNS = 8 * PART
 PART_COLUMNS = tl.constexpr(PART)
-WIDTH = tl.constexpr(8)  # columns that tensor cores have at least
 LARGEST_SCALE = tl.constexpr(128)
 
 
 class Dot(NamedTuple):
-    """What is compiled in: the products' dtype (bfloat16 on NVIDIA's GPUs, float32 interpreted) and warps."""
+    """What is compiled in: the products' dtype, warps, and columns that are multiplied, of which `parts` are used."""
 
-    dtype: str
+    dtype: str  # bfloat16 on NVIDIA's GPUs; float32 interpreted, without assembler
     warps: int
+    width: int
 
 
 def dot_columns(columns: int, wanted: int) -> int:
@@ -60,7 +64,9 @@ def dot_form(layout: Layout, x: torch.Tensor, launch: dict[str, Any]) -> Dot | N
         return None
     architecture = launch_table.architecture(x.device)
     dtype = "float32" if architecture == "cpu" else "bfloat16" if architecture.startswith("sm_") else None
-    return None if dtype is None else Dot(dtype, launch["num_warps"])
+    warps = launch["num_warps"]
+    # Four warps multiply together on sm_90, and triton 3.6 lets them do it from 16 columns on.
+    return None if dtype is None else Dot(dtype, warps, 16 if warps >= 4 else 8)
 
 
 @triton.jit
@@ -94,15 +100,16 @@ def _accumulate(
     """
     PARTS: tl.constexpr = BLOCK_K // PART_COLUMNS
     ROWS: tl.constexpr = rows.shape[0]
+    WIDTH: tl.constexpr = DOT.width
     sums = tl.zeros([ROWS * PARTS, WIDTH], dtype=tl.float32)
     largest = scales
     LAST: tl.constexpr = (COLUMNS - 1) // BLOCK_K * BLOCK_K
-    x = _load_x(x_ptr, 0, COLUMNS, BLOCK_K)
+    x = _load_x(x_ptr, 0, COLUMNS, BLOCK_K, DOT)
     for start in tl.range(BLOCK_K, LAST + BLOCK_K, BLOCK_K, loop_unroll_factor=2):
         next_words, next_scales = fetch_weights(
             parts, strides, slot, first, rows, start, LAYOUT, COLUMNS, BLOCK_K, EVICT
         )
-        next_x = _load_x(x_ptr, start, COLUMNS, BLOCK_K)
+        next_x = _load_x(x_ptr, start, COLUMNS, BLOCK_K, DOT)
         sums = _add_products(sums, words, scales, x, DOT, ANY_SCALE)
         words, scales, x = next_words, next_scales, next_x
         largest = tl.maximum(largest, scales)
@@ -115,8 +122,9 @@ def _accumulate(
 
 
 @triton.jit
-def _load_x(x_ptr, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """x of a step by parts, [WIDTH, 128]; where there are fewer parts they come again."""
+def _load_x(x_ptr, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+    """x of a step by parts, [width, 128]; where there are fewer parts they come again."""
+    WIDTH: tl.constexpr = DOT.width
     part = tl.arange(0, WIDTH) % (BLOCK_K // PART_COLUMNS)
     columns = start + part[:, None] * PART_COLUMNS + tl.arange(0, PART_COLUMNS)[None, :]
     return load_columns(x_ptr + columns, columns, COLUMNS, BLOCK_K, "")
@@ -124,10 +132,13 @@ def _load_x(x_ptr, start, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def _add_products(sums, words, scales, x, DOT: tl.constexpr, ANY_SCALE: tl.constexpr):
-    """Words [4, rows, chunks] and scales [rows, chunks] of a step times its x, added to sums [rows · parts, WIDTH]."""
+    """Words [4, rows, chunks] and scales [rows, chunks] of a step times its x, added to sums [rows · parts, width]."""
+    WIDTH: tl.constexpr = DOT.width
     x = x.reshape(WIDTH, 4, 4, 2, 4)  # part, chunk, word, half, place
     x = tl.permute(x, (2, 4, 1, 3, 0)).reshape(PART_COLUMNS, WIDTH)
     tile = _tile(words, scales, DOT, ANY_SCALE)
+    if DOT.dtype == "bfloat16":  # no instruction, but the compiler does not look behind it for an order of its own
+        tile = tl.inline_asm_elementwise("", "=h,0", [tile], tl.bfloat16, False, 1)
     return tl.dot(tile, x.to(tile.dtype), sums, input_precision="ieee")
 
 
@@ -175,7 +186,9 @@ def _swap_rows(tile, DOT: tl.constexpr, BACK: tl.constexpr):
 def _pair(spread, factor, above, DOT: tl.constexpr):
     """Two weights [..., 2] of a register with nibbles at bits 6 and 12 of its halves."""
     codes = spread & 0x81C081C0
-    if DOT.dtype == "bfloat16":  # 0x80008000 is minus zero twice: the product itself, on GPUs without a multiplication of this width
+    if (
+        DOT.dtype == "bfloat16"
+    ):  # 0x80008000 is minus zero twice: the product itself, on GPUs without a multiplication of this width
         if above is not None:
             codes = tl.inline_asm_elementwise(
                 "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, factor, 0x80008000], tl.uint32, True, 1
@@ -183,7 +196,7 @@ def _pair(spread, factor, above, DOT: tl.constexpr):
             factor = above
         low, high = tl.inline_asm_elementwise(
             "{.reg .b32 t; fma.rn.bf16x2 t, $2, $3, $4; mov.b32 {$0, $1}, t;}", "=h,=h,r,r,r",
-            [codes, factor, 0x80008000], (tl.bfloat16, tl.bfloat16), False, 1,
+            [codes, factor, 0x80008000], (tl.bfloat16, tl.bfloat16), True, 1,
         )  # fmt: skip
         pair = tl.join(low, high)
     else:
