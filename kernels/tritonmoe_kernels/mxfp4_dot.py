@@ -186,9 +186,8 @@ def _swap_rows(tile, DOT: tl.constexpr, BACK: tl.constexpr):
 def _pair(spread, factor, above, DOT: tl.constexpr):
     """Two weights [..., 2] of a register with nibbles at bits 6 and 12 of its halves."""
     codes = spread & 0x81C081C0
-    if (
-        DOT.dtype == "bfloat16"
-    ):  # 0x80008000 is minus zero twice: the product itself, on GPUs without a multiplication of this width
+    # 0x80008000 is minus zero twice, which leaves the product as it is; sm_80 has no multiplication of this width.
+    if DOT.dtype == "bfloat16":
         if above is not None:
             codes = tl.inline_asm_elementwise(
                 "fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", [codes, factor, 0x80008000], tl.uint32, True, 1
