@@ -23,6 +23,7 @@ from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402
 
 from tritonmoe_kernels import dependent_launch, launch_table  # noqa: E402
+from tritonmoe_kernels import expert_gemm as expert_gemm_module  # noqa: E402
 from tritonmoe_kernels.attention import attention_decode, attention_prefill  # noqa: E402
 from tritonmoe_kernels.estimate import estimate  # noqa: E402
 from tritonmoe_kernels.estimate_reference import EstimatorWeights  # noqa: E402
@@ -397,6 +398,64 @@ def test_quantized_decode_forms_compile_without_spills(
             assert not re.search(rf"{streamed}\.v2\.b32", kernel.asm["ptx"])
         else:
             assert re.search(r"(global|buffer)_load_(dwordx4|b128)", kernel.asm["amdgcn"])
+
+
+# Tiles for tensor cores: block_n of gate_up, of down, block_k, num_warps.
+DOT_TILES = [(8, 16, 256, 1), (16, 32, 512, 4), (16, 32, 512, 8), (8, 16, 1024, 4), (16, 32, 256, 4)]
+
+
+@pytest.fixture
+def compile_dot(
+    compile_for: Callable[[str, Case, str], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[Any]]:
+    """The two decode kernels of MXFP4 experts with a tile for tensor cores."""
+
+    def run(target: str, tile: tuple[int, int, int, int], name: str = "experts-gpt_oss-mxfp4") -> list[Any]:
+        *rows, block_k, num_warps = tile
+        configs = {
+            kernel: {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "dot": True}
+            for kernel, block_n in zip(("expert_gate_up_decode", "expert_down_decode"), rows, strict=True)
+        }
+        monkeypatch.setattr(expert_gemm_module, "launch_config", lambda kernel, *_: configs[kernel])
+        return compile_for(target, QUANTIZED[name], "bf16")[:2]
+
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize(
+    ("name", "target", "tile"),
+    [("experts-gpt_oss-mxfp4", target, tile) for target in TARGETS for tile in DOT_TILES[:2]]
+    + [("experts-gpt_oss-mxfp4", "sm_90", tile) for tile in DOT_TILES[2:]]
+    + [("experts-qwen3-mxfp4", "sm_90", tile) for tile in DOT_TILES[2:4]],
+    ids=str,
+)
+def test_dot_forms_compile_without_spills(
+    name: str, target: str, tile: tuple[int, int, int, int], compile_dot: Callable[..., list[Any]], tmp_path: Path
+) -> None:
+    """Codes come 16 bytes a thread and go to the tensor cores from registers: only x and sums are in shared memory."""
+    for kernel in compile_dot(target, tile, name):
+        assert not spilled_bytes(kernel, tmp_path)
+        if "ptx" in kernel.asm:
+            assert re.search(r"ld\.global\S*evict_first\S*\.v4\.b32", kernel.asm["ptx"])
+            assert "fma.rn.bf16x2" in kernel.asm["ptx"]
+        if target == "sm_90":
+            assert ("wgmma" if tile[3] >= 4 else "mma.sync") in kernel.asm["ptx"]
+            assert kernel.metadata.shared <= 4096
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("tile", [DOT_TILES[0], DOT_TILES[2]], ids=str)
+def test_dot_of_down_asks_for_weights_before_it_waits(
+    tile: tuple[int, int, int, int], compile_dot: Callable[..., list[Any]]
+) -> None:
+    """And for x, and stores, behind."""
+    for kernel in compile_dot("sm_90", tile):
+        before, after = kernel.asm["ptx"].split("griddepcontrol.wait", 1)
+        assert "griddepcontrol.launch_dependents" in after
+        assert "st.global" not in before
+        is_down = "down" in kernel.metadata.name
+        assert len(re.findall(r"ld\.global\S*\.v4\.b32", before)) == (4 if tile[3] == 1 else 2) * is_down
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, ON_GPU, assert_close, generator, poisoned, randn
 from quantized_matrices import FORMATS, format_name, random_matrix
 
+from tritonmoe_kernels import expert_gemm as kernels
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm
 from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 from tritonmoe_kernels.references import combine_ref, expert_gemm_ref
@@ -301,6 +303,146 @@ def test_a_scale_that_is_not_a_number_is_not_hidden() -> None:
         assert out.isnan().nonzero().tolist() == [[0, 0, 5]]
 
 
+class Tile(NamedTuple):
+    """A row of the launch table for tensor cores."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    dot: bool = True
+
+
+# Rows and parts of columns that fill the tensor cores' 16 rows a warp several times, once, and not at all.
+TILES = [Tile(16, 1024, 1), Tile(32, 512, 4), Tile(64, 128, 4), Tile(8, 256, 2), Tile(4, 128, 4)]
+
+# What a tile with large scales makes before it is done again is nothing, and the interpreter's numpy says so.
+DISCARDED = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
+
+
+@pytest.fixture
+def take(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tile], None]:
+    return lambda tile: monkeypatch.setattr(kernels, "launch_config", lambda *_: tile._asdict())
+
+
+def check_dot(tokens: int, hidden: int, size: int, options: dict, biases: bool = False, absent: int = 0) -> None:
+    experts = make_quantized(MXFP4, 5, hidden, size)
+    if biases:
+        experts = Experts(*experts[:2], *make_experts(5, hidden, size, torch.bfloat16, biases=True)[2:])
+    x, slot_ids = randn(tokens, hidden, dtype=torch.bfloat16), random_slots(tokens, 3, 5)
+    slot_ids.view(-1)[:absent] = -1
+    present = slot_ids >= 0
+    out = run_poisoned(x, slot_ids, experts, form="decode", **options)
+    assert out[~present].isnan().all()
+    assert_close(out[present], expert_gemm_ref(x, slot_ids, *experts, **options)[present])
+
+
+@pytest.mark.parametrize(
+    ("tile", "hidden", "size"),
+    [(tile, *sizes) for tile in TILES for sizes in ((72, 40), (288, 70), (38, 18))] + [(TILES[0], 1184, 34)],
+    ids=str,
+)
+def test_dot_equals_reference(take: Callable[[Tile], None], tile: Tile, hidden: int, size: int) -> None:
+    """Groups and parts that end short, rows that are not whole blocks or words; an expert that is absent."""
+    take(tile)
+    check_dot(1, hidden, size, SILU, absent=1)
+
+
+@pytest.mark.parametrize("tokens", range(1, 17))
+def test_dot_for_every_number_of_tokens(take: Callable[[Tile], None], tokens: int) -> None:
+    take(TILES[tokens % 3])
+    check_dot(tokens, 96, 64, CLAMPED, biases=True, absent=tokens)
+
+
+@DISCARDED
+@pytest.mark.parametrize("is_mixed", [False, True])
+@pytest.mark.parametrize("power", [0, 10])
+def test_dot_is_exact_for_every_code_and_scale(take: Callable[[Tile], None], power: int, is_mixed: bool) -> None:
+    """Times 1 or 2^10, bit for bit, up to infinity and NaN and down to 2^-128; large scales in a few tiles, or in all.
+
+    Unit 6 is what is multiplied, 64 · up; silu of 64 is itself. Row r of down has one code, and the scale.
+    """
+    take(Tile(64, 128, 4))
+    gate_up = QuantizedMatrix(
+        MXFP4,
+        torch.zeros(1, 64, 2048, dtype=torch.uint8, device=DEVICE),
+        torch.full((1, 64, 128), 127, dtype=torch.uint8, device=DEVICE),
+    )
+    gate_up.codes[0, 6, 0], gate_up.scales[0, 6] = 6, 127 + 4
+    gate_up.codes[0, 32 + 6, 0], gate_up.scales[0, 32 + 6] = 1, 127 - 5 + power
+    row = torch.arange(4096, device=DEVICE)
+    if is_mixed:
+        row = row * 37 % 4096
+    codes = torch.zeros(1, 4096, 16, dtype=torch.uint8, device=DEVICE)
+    codes[0, :, 3] = (row % 16).to(torch.uint8)
+    down = QuantizedMatrix(MXFP4, codes, (row // 16).to(torch.uint8).view(1, 4096, 1))
+    x = torch.zeros(1, 4096, dtype=torch.bfloat16, device=DEVICE)
+    x[0, 0] = 1.0
+    out = expert_gemm(x, torch.zeros(1, 1, dtype=torch.int32, device=DEVICE), gate_up, down, form="decode").view(-1)
+    expected = dequantize(down)[0, :, 6] * 2.0**power
+    is_number = row // 16 < 255
+    assert out[~is_number].isnan().all()
+    if not ON_GPU:  # the interpreter makes other numbers of float32's subnormal ones
+        is_number &= (expected == 0) | (expected.abs() >= 2.0**-126)
+    assert out[is_number].equal(expected[is_number].bfloat16())
+
+
+@DISCARDED
+def test_dot_finds_large_scales_wherever_they_are(take: Callable[[Tile], None]) -> None:
+    """Of one group in a row: of any part, any step, gate and up."""
+    take(Tile(16, 256, 1))
+    experts = make_quantized(MXFP4, 1, 640, 32)
+    assert isinstance(experts.gate_up, QuantizedMatrix)
+    experts.gate_up.scales[0, 3, 5] = experts.gate_up.scales[0, 32 + 7, 19] = experts.gate_up.scales[0, 60, 0] = 131
+    x, slot_ids = randn(1, 640, dtype=torch.bfloat16, scale=0.01), torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    hidden = poisoned(1, 1, 32, dtype=torch.bfloat16)
+    kernels.expert_gemm(x, slot_ids, *experts, hidden=hidden)
+    gate, up = (dequantize(experts.gate_up)[0] @ x[0].float()).view(2, 32)
+    assert_close(hidden.view(-1), (torch.nn.functional.silu(gate) * up).bfloat16())
+
+
+@pytest.mark.parametrize("tile", TILES[:3], ids=str)
+def test_dot_makes_the_same_bits(take: Callable[[Tile], None], tile: Tile) -> None:
+    """In few programs, twice, in other slots, one pair at a time, and whatever the other slots hold."""
+    take(tile)
+    experts = make_quantized(MXFP4, 4, 160, 40)
+    x, slot_ids = randn(2, 160, dtype=torch.bfloat16), random_slots(2, 3, 4)
+    first = run_poisoned(x, slot_ids, experts)
+    assert first.equal(run_poisoned(x, slot_ids, experts))
+    for programs in (1, 7, 1000):
+        assert first.equal(run_poisoned(x, slot_ids, experts, programs=programs))
+    order = torch.tensor([3, 0, 1, 2], device=DEVICE)
+    moved = Experts(*(QuantizedMatrix(MXFP4, *(part[order] for part in matrix[1:3])) for matrix in experts[:2]))
+    assert first.equal(run_poisoned(x, order.argsort()[slot_ids.long()].int(), moved))
+    one_by_one = poisoned(2, 3, 160, dtype=torch.bfloat16)
+    for i in range(6):
+        only = torch.full_like(slot_ids, -1)
+        only.view(-1)[i] = slot_ids.view(-1)[i]
+        expert_gemm(x, only, *experts, out=one_by_one)
+    assert first.equal(one_by_one)
+
+
+@DISCARDED
+def test_dot_hides_no_scale_that_is_not_a_number(take: Callable[[Tile], None]) -> None:
+    take(Tile(16, 256, 1))
+    experts = make_quantized(MXFP4, 1, 64, 320)
+    assert isinstance(experts.down, QuantizedMatrix)
+    experts.down.scales[0, 5, 9] = 255
+    slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
+    out = expert_gemm(randn(1, 64, dtype=torch.bfloat16), slot_ids, *experts)
+    assert out.isnan().nonzero().tolist() == [[0, 0, 5]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dot_is_for_bfloat16(take: Callable[[Tile], None], dtype: torch.dtype) -> None:
+    """In other dtypes the same bits whether the table asks for it or not."""
+    experts, slot_ids = make_quantized(MXFP4, 2, 64, 32), random_slots(1, 2, 2)
+    x, outs = randn(1, 64, dtype=dtype), []
+    for dot in (False, True):
+        take(Tile(8, 256, 1, dot))
+        outs.append(run_poisoned(x, slot_ids, experts))
+    assert outs[0].equal(outs[1])
+
+
 def test_quantized_refusals() -> None:
     slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     gate_up, down = random_matrix(MXFP4, 2, 64, 64, device=DEVICE), random_matrix(MXFP4, 2, 64, 32, device=DEVICE)
@@ -326,6 +468,15 @@ def test_quantized_full_size(
     hidden: int, size: int, form: WeightFormat, tokens: int, how: str, dtype: torch.dtype
 ) -> None:
     check_quantized(form, hidden, size, random_slots(tokens, 4, 8), dtype, how)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 7, 16])
+@pytest.mark.parametrize(("hidden", "size"), [(2048, 768), (2880, 2880), (2816, 704)])
+@pytest.mark.parametrize("tile", [Tile(8, 1024, 4), Tile(16, 512, 4), Tile(16, 256, 1), Tile(32, 256, 8)], ids=str)
+def test_dot_full_size(take: Callable[[Tile], None], tile: Tile, hidden: int, size: int, tokens: int) -> None:
+    take(tile)
+    check_dot(tokens, hidden, size, CLAMPED, biases=True, absent=1)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from bench.floor import memory_rate
 from bench.kernel_cases import CASES, Case
 from provenance import ROOT, provenance
 
-from tritonmoe_kernels import dependent_launch
+from tritonmoe_kernels import dependent_launch, launch_table
 
 OUTPUT = ROOT / "docs/measurements/kernels.json"
 REPLAYS = 30
@@ -79,12 +79,16 @@ def main() -> int:
     parser.add_argument("--only", default="", help="measure cases whose name contains this text")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--no-dependent-launch", action="store_true", help="ordinary launches, for comparison")
+    parser.add_argument("--rows", type=Path, help="JSON of launch_table.json's form, taken before the table's rows")
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     if options.no_dependent_launch:
         dependent_launch._options = lambda *_device: {"PDL": False}
+    if options.rows:
+        rows = [*json.loads(options.rows.read_text(encoding="utf-8")), *launch_table.rows()]
+        launch_table.rows = lambda: rows
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(0)
     rates = {"copy_bytes_per_s": memory_rate(torch.device("cuda")), "matrix_flop_per_s": matrix_rate()}

@@ -69,6 +69,15 @@ def quantized_row_candidates(columns: int, most: int, chunk: int) -> Iterator[di
             yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps}
 
 
+def dot_candidates(columns: int, rows_of_a_unit: int) -> Iterator[dict[str, Any]]:
+    """Decode forms of mxfp4 on tensor cores: tiles of 1, 2 or 4 times the 16 rows of parts that a warp multiplies."""
+    whole = max(128, 1 << (columns - 1).bit_length())
+    for block_n, block_k, num_warps in itertools.product((2, 4, 8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8)):
+        stacked = block_n * rows_of_a_unit * block_k // 128
+        if block_k <= whole and stacked // (16 * num_warps) in (1, 2, 4):
+            yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "dot": True}
+
+
 def quantized_prefill_candidates() -> Iterator[dict[str, Any]]:
     for block_m, n_gate, n_down, warps, stages, block_k in itertools.product(
         (64, 128), (64, 128), (64, 128, 256), (4, 8), (2, 3), (64, 128)
@@ -144,10 +153,14 @@ def quantized(name: str, top_k: int, num: int, hidden: int, size: int, kind: str
         return experts(4096, *shape, dtype, "gemm", form)
 
     def gate_rows() -> Iterator[dict[str, Any]]:
-        return quantized_row_candidates(hidden, 8 * chunk, chunk)
+        yield from quantized_row_candidates(hidden, 8 * chunk, chunk)
+        if form.name == "mxfp4":
+            yield from dot_candidates(hidden, 2)
 
     def down_rows() -> Iterator[dict[str, Any]]:
-        return quantized_row_candidates(size, 16 * chunk, chunk)
+        yield from quantized_row_candidates(size, 16 * chunk, chunk)
+        if form.name == "mxfp4":
+            yield from dot_candidates(size, 1)
 
     return [
         Tuned("expert_gate_up_decode", (size, hidden), 1, decode, gate_rows, form.name),

@@ -10,8 +10,8 @@ K = 8 costs 75 MB, 18 us at 4.3 TB/s, in two launches. A program has one (token,
 of which it asks for at once, down's before gate_up has ended (dependent_launch.py); it keeps a float32 sum per row and
 column and adds across threads once. Pairs run fastest over the grid: tokens that share an expert read the same rows at
 about the same time, once from memory and then from L2, but each pair does read them. Quantised weights stay packed
-until they are in registers (weight_tiles.py): in MXFP4 the same token costs 20 MB, 4.7 us, and one of GPT-OSS, K = 4 of
-2880 x 2880, 53 MB, 12.3 us.
+until they are in registers (weight_tiles.py), from where MXFP4 can also go to tensor cores (mxfp4_dot.py): in MXFP4 the
+same token costs 20 MB, 4.7 us, and one of GPT-OSS, K = 4 of 2880 x 2880, 53 MB, 12.3 us.
 
 Prefill form: pairs are sorted by slot into blocks of BLOCK_M rows of one expert, padded (`sort_tokens`); two launches
 of tensor-core tiles, 6·H·I FLOPs a pair (309 GFLOP for 4,096 tokens at the shape above, 0.4 ms at 0.8 PFLOP/s). Gate
@@ -21,6 +21,8 @@ over the grid: rows of a block are read from memory once, weights once for the f
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,12 +30,14 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
+from tritonmoe_kernels.mxfp4_dot import Dot, dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
 from tritonmoe_kernels.tiles import cdiv
 from tritonmoe_kernels.weight_tiles import (
     WORD_BYTES,
+    Layout,
     check_matrix,
     fetch_weights,
     load_columns,
@@ -48,6 +52,9 @@ from tritonmoe_kernels.weight_tiles import (
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
+
+# Tiles for tensor cores are asked for a step ahead by the kernel itself, into registers.
+ONE_STAGE = {"num_stages": 1}
 
 
 @triton.jit
@@ -89,6 +96,7 @@ def _gate_up_decode_kernel(
     LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -100,7 +108,7 @@ def _gate_up_decode_kernel(
         if slot >= 0:
             _gate_up_tile(
                 hidden_ptr, x_ptr, pair, slot, tl.program_id(1) * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
-                limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, EVICT,
+                limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
             )  # fmt: skip
     else:
         tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
@@ -109,7 +117,7 @@ def _gate_up_decode_kernel(
             if slot >= 0:
                 _gate_up_tile(
                     hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
-                    limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, EVICT,
+                    limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
                 )  # fmt: skip
 
 
@@ -117,24 +125,35 @@ def _gate_up_decode_kernel(
 def _gate_up_tile(
     hidden_ptr, x_ptr, pair, slot, first, gate_up, bias_ptr, strides_ws, stride_bs, limit, alpha, TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr, INTERMEDIATE: tl.constexpr, KIND: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, EVICT: tl.constexpr,
+    BLOCK_K: tl.constexpr, DOT: tl.constexpr, EVICT: tl.constexpr,
 ):  # fmt: skip
     """Units `first` to `first` + BLOCK_N of one pair's expert."""
     rows = tile_rows(first, INTERMEDIATE, BLOCK_N)
     row_ptr = x_ptr + (pair // TOP_K) * HIDDEN
-    gate_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
-    up_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
-    for start in range(0, HIDDEN, BLOCK_K):
-        gate_tile = fetch_weights(gate_up, strides_ws, slot, first, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT)
-        up_tile = fetch_weights(
-            gate_up, strides_ws, slot, first + INTERMEDIATE, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT
+    if DOT is None:
+        gate_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
+        up_sums = tl.zeros([BLOCK_N, BLOCK_K // LAYOUT.chunk], dtype=tl.float32)
+        for start in range(0, HIDDEN, BLOCK_K):
+            gate_tile = fetch_weights(gate_up, strides_ws, slot, first, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT)
+            up_tile = fetch_weights(
+                gate_up, strides_ws, slot, first + INTERMEDIATE, rows, start, LAYOUT, HIDDEN, BLOCK_K, EVICT
+            )
+            columns = step_of_x(start, LAYOUT, BLOCK_K)
+            x = load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)
+            gate_sums += products(gate_tile, x, strides_ws.byte, LAYOUT)
+            up_sums += products(up_tile, x, strides_ws.byte, LAYOUT)
+        gate = tl.sum(gate_sums, axis=1)
+        up = tl.sum(up_sums, axis=1)
+    else:  # one tile: the gate rows, then the up rows
+        row = tl.arange(0, 2 * BLOCK_N)
+        unit = row % BLOCK_N
+        if INTERMEDIATE % BLOCK_N != 0:
+            unit = tl.minimum(unit, INTERMEDIATE - 1 - first)
+        stacked = row // BLOCK_N * INTERMEDIATE + unit
+        sums = rows_times_x(
+            gate_up, strides_ws, slot, first, stacked, row_ptr, LAYOUT, HIDDEN, BLOCK_K, DOT, EVICT, False
         )
-        columns = step_of_x(start, LAYOUT, BLOCK_K)
-        x = load_columns(row_ptr + columns, columns, HIDDEN, BLOCK_K, "").to(tl.float32)
-        gate_sums += products(gate_tile, x, strides_ws.byte, LAYOUT)
-        up_sums += products(up_tile, x, strides_ws.byte, LAYOUT)
-    gate = tl.sum(gate_sums, axis=1)
-    up = tl.sum(up_sums, axis=1)
+        gate, up = tl.split(sums.reshape(2, BLOCK_N).T)
     if bias_ptr is not None:
         bias_ptr += slot * stride_bs + first
         gate += tl.load(bias_ptr + rows).to(tl.float32)
@@ -160,6 +179,7 @@ def _down_decode_kernel(
     LAYOUT: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr,
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -172,7 +192,7 @@ def _down_decode_kernel(
             return
         _down_tile(
             out_ptr, hidden_ptr, pair, slot, tl.program_id(1) * BLOCK_N, down, bias_ptr, strides_ws, stride_bs, HIDDEN,
-            INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, EVICT, PDL,
+            INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT, PDL,
         )  # fmt: skip
     else:
         await_inputs(PDL)
@@ -183,7 +203,7 @@ def _down_decode_kernel(
             if slot >= 0:
                 _down_tile(
                     out_ptr, hidden_ptr, pair, slot, tile * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
-                    HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, EVICT, False,
+                    HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT, False,
                 )  # fmt: skip
 
 
@@ -191,23 +211,26 @@ def _down_decode_kernel(
 def _down_tile(
     out_ptr, hidden_ptr, pair, slot, first, down, bias_ptr, strides_ws, stride_bs, HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr, LAYOUT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVICT: tl.constexpr, PDL: tl.constexpr,
+    DOT: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Rows `first` to `first` + BLOCK_N of one pair's expert; asks for weights before it waits for `hidden`."""
     rows = tile_rows(first, HIDDEN, BLOCK_N)
     row_ptr = hidden_ptr + pair * INTERMEDIATE
-    tile = fetch_weights(down, strides_ws, slot, first, rows, 0, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
-    await_inputs(PDL)
-    release_dependents(PDL)
-    columns = step_of_x(0, LAYOUT, BLOCK_K)
-    hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
-    sums = products(tile, hidden, strides_ws.byte, LAYOUT)
-    for start in range(BLOCK_K, INTERMEDIATE, BLOCK_K):
-        tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
-        columns = step_of_x(start, LAYOUT, BLOCK_K)
+    if DOT is None:
+        tile = fetch_weights(down, strides_ws, slot, first, rows, 0, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
+        await_inputs(PDL)
+        release_dependents(PDL)
+        columns = step_of_x(0, LAYOUT, BLOCK_K)
         hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
-        sums += products(tile, hidden, strides_ws.byte, LAYOUT)
-    out = tl.sum(sums, axis=1)
+        sums = products(tile, hidden, strides_ws.byte, LAYOUT)
+        for start in range(BLOCK_K, INTERMEDIATE, BLOCK_K):
+            tile = fetch_weights(down, strides_ws, slot, first, rows, start, LAYOUT, INTERMEDIATE, BLOCK_K, EVICT)
+            columns = step_of_x(start, LAYOUT, BLOCK_K)
+            hidden = load_columns(row_ptr + columns, columns, INTERMEDIATE, BLOCK_K, "").to(tl.float32)
+            sums += products(tile, hidden, strides_ws.byte, LAYOUT)
+        out = tl.sum(sums, axis=1)
+    else:
+        out = rows_times_x(down, strides_ws, slot, first, rows, row_ptr, LAYOUT, INTERMEDIATE, BLOCK_K, DOT, EVICT, PDL)
     if bias_ptr is not None:
         out += tl.load(bias_ptr + slot * stride_bs + first + rows).to(tl.float32)
     units = first + tl.arange(0, BLOCK_N)
@@ -442,12 +465,19 @@ def _decode_grid(pairs: int, tiles: int, programs: int | None) -> tuple[tuple[in
     return ((pairs, tiles), None) if programs is None else ((min(programs, pairs * tiles),), pairs * tiles)
 
 
+def _decode_step(launch: dict[str, Any], layout: Layout, columns: int, x: torch.Tensor) -> tuple[Dot | None, int]:
+    """How tensor cores multiply, None where they do not, and the columns of a step."""
+    dot, wanted = dot_form(layout, x, launch), launch["block_k"]
+    return dot, step_columns(layout, columns, wanted) if dot is None else dot_columns(columns, wanted)
+
+
 def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, programs) -> None:
     tokens, top_k = slot_ids.shape
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
     parts, strides, layout = operands(gate_up)
     shape = (intermediate, hidden_size)
     launch = launch_config("expert_gate_up_decode", x.dtype, shape, tokens, x.device, layout.name)
+    dot, block_k = _decode_step(launch, layout, hidden_size, x)
     grid, tiles = _decode_grid(tokens * top_k, cdiv(intermediate, launch["block_n"]), programs)
     _gate_up_decode_kernel[grid](
         hidden,
@@ -466,9 +496,11 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         KIND=kind,
         LAYOUT=layout,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=step_columns(layout, hidden_size, launch["block_k"]),
+        BLOCK_K=block_k,
+        DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
+        **({} if dot is None else ONE_STAGE),
         **launch_options(x.device),
     )
 
@@ -479,6 +511,7 @@ def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
     parts, strides, layout = operands(down)
     shape = (hidden_size, intermediate)
     launch = launch_config("expert_down_decode", hidden.dtype, shape, tokens, hidden.device, layout.name)
+    dot, block_k = _decode_step(launch, layout, intermediate, hidden)
     grid, tiles = _decode_grid(tokens * top_k, cdiv(hidden_size, launch["block_n"]), programs)
     _down_decode_kernel[grid](
         out,
@@ -493,9 +526,11 @@ def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
         INTERMEDIATE=intermediate,
         LAYOUT=layout,
         BLOCK_N=launch["block_n"],
-        BLOCK_K=step_columns(layout, intermediate, launch["block_k"]),
+        BLOCK_K=block_k,
+        DOT=dot,
         EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
         num_warps=launch["num_warps"],
+        **({} if dot is None else ONE_STAGE),
         **launch_options(hidden.device),
     )
 
