@@ -34,7 +34,7 @@ from tritonmoe_kernels.mxfp4_dot import Dot, dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
-from tritonmoe_kernels.tiles import cdiv
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 from tritonmoe_kernels.weight_tiles import (
     WORD_BYTES,
     Layout,
@@ -70,14 +70,25 @@ def _activation(gate, up, limit, alpha, KIND: tl.constexpr):
 
 
 @triton.jit
-def _dealt_out(i, slot_ids_ptr, tiles: tl.constexpr):
-    """Of the i-th tile, where each pair has so many: (pair, slot or -1, tile of the pair)."""
-    i = tl.full((), i, tl.int32)  # an int under the interpreter
-    pair = i // tiles
-    return pair, tl.load(slot_ids_ptr + pair).to(tl.int64), i % tiles
+def _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS: tl.constexpr):
+    """Of all pairs: each one's place among those that are there (-1 if it is not), pair and slot in one number, and how
+    many are there."""
+    pairs = tl.arange(0, BLOCK_PAIRS)
+    slots = tl.load(slot_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    is_there = (slots >= 0).to(tl.int32)
+    places = tl.where(slots >= 0, tl.cumsum(is_there, axis=0) - 1, -1)
+    return places, (slots.to(tl.int64) << 32) | pairs, tl.sum(is_there, axis=0)
 
 
 @triton.jit
+def _tile_at(i, places, packed, tiles: tl.constexpr):
+    """Of the i-th tile of pairs that are there, each of which has so many: (pair, slot, tile of the pair)."""
+    i = tl.full((), i, tl.int32)  # an int under the interpreter
+    found = tl.sum(tl.where(places == i // tiles, packed, 0), axis=0)
+    return (found & 0x7FFFFFFF).to(tl.int32), found >> 32, i % tiles
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_decode_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
     x_ptr,  # [T, HIDDEN]
@@ -88,7 +99,8 @@ def _gate_up_decode_kernel(
     stride_bs,
     limit,
     alpha,
-    TILES: tl.constexpr,
+    num_pairs,  # where few programs share the tiles, or None
+    BLOCK_PAIRS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
@@ -102,7 +114,7 @@ def _gate_up_decode_kernel(
 ):
     await_inputs(PDL)
     release_dependents(PDL)
-    if TILES is None:
+    if num_pairs is None:
         pair = tl.program_id(0)
         slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
         if slot >= 0:
@@ -112,13 +124,13 @@ def _gate_up_decode_kernel(
             )  # fmt: skip
     else:
         tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
-        for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
-            pair, slot, tile = _dealt_out(i, slot_ids_ptr, tiles)
-            if slot >= 0:
-                _gate_up_tile(
-                    hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
-                    limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
-                )  # fmt: skip
+        places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
+        for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
+            pair, slot, tile = _tile_at(i, places, packed, tiles)
+            _gate_up_tile(
+                hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
+                limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -164,7 +176,7 @@ def _gate_up_tile(
     tl.store(pointers, hidden.to(hidden_ptr.dtype.element_ty), mask=units < INTERMEDIATE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _down_decode_kernel(
     out_ptr,  # [T · K, HIDDEN]
     hidden_ptr,  # [T · K, INTERMEDIATE]
@@ -173,7 +185,8 @@ def _down_decode_kernel(
     bias_ptr,  # [S, HIDDEN] or None
     strides_ws,
     stride_bs,
-    TILES: tl.constexpr,
+    num_pairs,  # where few programs share the tiles, or None
+    BLOCK_PAIRS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
     LAYOUT: tl.constexpr,
@@ -183,7 +196,7 @@ def _down_decode_kernel(
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if TILES is None:
+    if num_pairs is None:
         pair = tl.program_id(0)
         slot = tl.load(slot_ids_ptr + pair).to(tl.int64)  # written before the last launch, as the slot's weights
         if slot < 0:
@@ -198,13 +211,13 @@ def _down_decode_kernel(
         await_inputs(PDL)
         release_dependents(PDL)
         tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-        for i in range(tl.program_id(0), TILES, tl.num_programs(0)):
-            pair, slot, tile = _dealt_out(i, slot_ids_ptr, tiles)
-            if slot >= 0:
-                _down_tile(
-                    out_ptr, hidden_ptr, pair, slot, tile * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
-                    HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT, False,
-                )  # fmt: skip
+        places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
+        for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
+            pair, slot, tile = _tile_at(i, places, packed, tiles)
+            _down_tile(
+                out_ptr, hidden_ptr, pair, slot, tile * BLOCK_N, down, bias_ptr, strides_ws, stride_bs,
+                HIDDEN, INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT, False,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -460,9 +473,12 @@ def _format_name(matrix: Matrix) -> str | None:
     return matrix.format.name if isinstance(matrix, QuantizedMatrix) else None
 
 
-def _decode_grid(pairs: int, tiles: int, programs: int | None) -> tuple[tuple[int, ...], int | None]:
-    """The grid, and how many tiles its programs share; None where each has its own."""
-    return ((pairs, tiles), None) if programs is None else ((min(programs, pairs * tiles),), pairs * tiles)
+def _decode_grid(slot_ids: torch.Tensor, tiles: int, programs: int | None) -> tuple[tuple[int, ...], int | None, int]:
+    """The grid; where its programs share the tiles, the number of pairs (else None), and lanes for the most of them."""
+    pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
+    if programs is None:
+        return (pairs, tiles), None, 1
+    return (min(programs, pairs * tiles),), pairs, next_power_of_2(MAX_DECODE_TOKENS * top_k)
 
 
 def _decode_step(launch: dict[str, Any], layout: Layout, columns: int, x: torch.Tensor) -> tuple[Dot | None, int]:
@@ -478,7 +494,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
     shape = (intermediate, hidden_size)
     launch = launch_config("expert_gate_up_decode", x.dtype, shape, tokens, x.device, layout.name)
     dot, block_k = _decode_step(launch, layout, hidden_size, x)
-    grid, tiles = _decode_grid(tokens * top_k, cdiv(intermediate, launch["block_n"]), programs)
+    grid, pairs, lanes = _decode_grid(slot_ids, cdiv(intermediate, launch["block_n"]), programs)
     _gate_up_decode_kernel[grid](
         hidden,
         x,
@@ -489,7 +505,8 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         0 if bias is None else bias.stride(0),
         limit,
         alpha,
-        TILES=tiles,
+        pairs,
+        BLOCK_PAIRS=lanes,
         TOP_K=top_k,
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
@@ -506,13 +523,13 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
 
 
 def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
-    tokens, top_k = slot_ids.shape
+    tokens = len(slot_ids)
     hidden_size, intermediate = down.shape[1:]
     parts, strides, layout = operands(down)
     shape = (hidden_size, intermediate)
     launch = launch_config("expert_down_decode", hidden.dtype, shape, tokens, hidden.device, layout.name)
     dot, block_k = _decode_step(launch, layout, intermediate, hidden)
-    grid, tiles = _decode_grid(tokens * top_k, cdiv(hidden_size, launch["block_n"]), programs)
+    grid, pairs, lanes = _decode_grid(slot_ids, cdiv(hidden_size, launch["block_n"]), programs)
     _down_decode_kernel[grid](
         out,
         hidden,
@@ -521,7 +538,8 @@ def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
         bias,
         strides,
         0 if bias is None else bias.stride(0),
-        TILES=tiles,
+        pairs,
+        BLOCK_PAIRS=lanes,
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         LAYOUT=layout,
