@@ -207,7 +207,14 @@ def ahead_arguments(given: dict[str, torch.Tensor], with_defaults: bool = True) 
     """What `speculate_ahead` wants in place of `given`, for a residual that is there already."""
     weight, router = given["norm_weight"], given["router"]
     routed = norm_router_ref(
-        given["residual"], None, weight, router, Routing(1, "softmax"), given["counter"], EPSILON, ahead=(weight, router)
+        given["residual"],
+        None,
+        weight,
+        router,
+        Routing(1, "softmax"),
+        given["counter"],
+        EPSILON,
+        ahead=(weight, router),
     )
     products = (given["default_vectors"].float() * weight) @ router.float().T
     mixed = {"default_vectors": given["default_vectors"], "products": products}
