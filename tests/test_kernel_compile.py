@@ -37,7 +37,7 @@ from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, WeightFormat  # 
 from tritonmoe_kernels.recall import count_recall  # noqa: E402
 from tritonmoe_kernels.rope_qk import rope_qk  # noqa: E402
 from tritonmoe_kernels.sort_tokens import sort_tokens  # noqa: E402
-from tritonmoe_kernels.speculate import speculate, speculate_ahead  # noqa: E402
+from tritonmoe_kernels.speculate import speculate  # noqa: E402
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels do not compile")
 
@@ -57,15 +57,14 @@ GPT_OSS = Routing(4, "topk_softmax")
 GROUPED = Routing(8, "sigmoid", renormalize=True, renorm_epsilon=1e-20, scale=2.5, num_groups=8, topk_groups=4)
 
 
-def router(hidden: int, experts: int, routing: Routing, dtype: torch.dtype, is_ahead: bool = False) -> None:
+def router(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> None:
     x = torch.ones(1, hidden, dtype=dtype)
     bias = torch.ones(experts)
     counter = torch.zeros(1, dtype=torch.int32)
     selection = bias if routing.score == "sigmoid" else None
     logit_bias = bias if routing.score == "topk_softmax" else None
     weight, matrix = torch.ones(hidden), torch.ones(experts, hidden)
-    ahead = (weight, matrix) if is_ahead else None
-    norm_router(x, x.clone(), weight, matrix, routing, counter, 1e-6, 1.0, logit_bias, selection, ahead=ahead)
+    norm_router(x, x.clone(), weight, matrix, routing, counter, 1e-6, 1.0, logit_bias, selection)
 
 
 def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> None:
@@ -74,14 +73,6 @@ def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype)
         torch.ones(1, hidden, dtype=dtype), torch.ones(experts, hidden, dtype=dtype), ids, ids.float(),
         torch.ones(hidden), torch.ones(experts, hidden), routing, routing.top_k + 2,
         torch.zeros(1, dtype=torch.int32), 1e-6,
-    )  # fmt: skip
-
-
-def speculation_ahead(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> None:
-    ids = torch.zeros(1, routing.top_k, dtype=torch.int32)
-    speculate_ahead(
-        torch.ones(1, hidden, dtype=dtype), torch.ones(1, experts), torch.ones(experts, hidden, dtype=dtype),
-        torch.ones(experts, experts), ids, ids.float(), routing, routing.top_k, 1e-6,
     )  # fmt: skip
 
 
@@ -180,11 +171,7 @@ DECODE: dict[str, Case] = {
     "norm_router-qwen3": lambda dtype: router(2048, 128, QWEN3, dtype),
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
     "norm_router-groups": lambda dtype: router(4096, 256, GROUPED, dtype),
-    "norm_router-qwen3-ahead": lambda dtype: router(2048, 128, QWEN3, dtype, is_ahead=True),
-    "norm_router-gpt_oss-ahead": lambda dtype: router(2880, 32, GPT_OSS, dtype, is_ahead=True),
     "speculate-qwen3": lambda dtype: speculation(2048, 128, QWEN3, dtype),
-    "speculate_ahead-qwen3": lambda dtype: speculation_ahead(2048, 128, QWEN3, dtype),
-    "speculate_ahead-gpt_oss": lambda dtype: speculation_ahead(2880, 32, GPT_OSS, dtype),
     "estimate-qwen3": lambda dtype: estimation(2048, 1024, 4096, 128, dtype),
     "estimate-gpt_oss": lambda dtype: estimation(2880, 720, 1440, 32, dtype),
     "rope_qk-head": lambda dtype: rope(32, 4, 128, "head", dtype),

@@ -93,40 +93,7 @@ def test_norm_router(tokens: int, hidden: int, experts: int, dtype: torch.dtype)
 
 def test_no_tokens() -> None:
     out = norm_router(**arguments(0, 64, 8, torch.float32), routing=Routing(2, "softmax"), epsilon=EPSILON)
-    assert [list(tensor.shape) for tensor in out[:-1]] == [[0, 64], [0, 64], [0, 8], [0, 2], [0, 2]]
-    assert out.ahead is None
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("tokens", "hidden", "experts", "others"), [(1, 160, 5, 9), (7, 90, 12, 3), (2, 720, 33, 70), (16, 64, 1, 1)]
-)
-def test_another_router_ahead(tokens: int, hidden: int, experts: int, others: int, dtype: torch.dtype) -> None:
-    """Beside it the layer's own routing comes out bit for bit as without."""
-    routing = Routing(min(4, experts), "softmax", renormalize=True)
-    given = arguments(tokens, hidden, experts, dtype)
-    ahead = 1 + randn(hidden, scale=0.2, seed=7), randn(others, hidden, scale=hidden**-0.5, seed=8)
-    options = {"routing": routing, "epsilon": EPSILON, "residual_multiplier": 0.5, "weight_plus_one": True}
-    alone = norm_router(**given, **options)
-    expected = norm_router_ref(**given, **options, ahead=ahead).ahead
-    assert expected is not None
-    for _ in range(2):
-        out = poisoned_output(tokens, hidden, experts, routing.top_k, dtype)
-        out = out._replace(ahead=poisoned(tokens, others, dtype=torch.float32))
-        assert norm_router(**given, **options, ahead=ahead, out=out) is out
-        assert not given["counter"].any()
-        assert all(torch.equal(own, other) for own, other in zip(out[:-1], alone[:-1], strict=True))
-        assert_close(out.ahead, expected, factor=1 if dtype == torch.float32 else 400)
-
-
-def test_ahead_without_a_place_for_it() -> None:
-    given, routing = arguments(1, 64, 8, torch.float32), Routing(2, "softmax")
-    ahead = torch.ones(64, device=DEVICE), torch.ones(3, 64, device=DEVICE)
-    out = NormRouterOutput.allocate(given["residual"], 8, 2)
-    with pytest.raises(ValueError, match=r"ahead and out\.ahead go together"):
-        norm_router(**given, routing=routing, epsilon=EPSILON, ahead=ahead, out=out)
-    with pytest.raises(ValueError, match="ahead router"):
-        norm_router(**given, routing=routing, epsilon=EPSILON, ahead=(ahead[0], ahead[1][:, :32].contiguous()))
+    assert [list(tensor.shape) for tensor in out] == [[0, 64], [0, 64], [0, 8], [0, 2], [0, 2]]
 
 
 @pytest.mark.parametrize("router_dtype", DTYPES, ids=str)
@@ -247,9 +214,8 @@ def test_in_place_residual() -> None:
 def test_same_input_same_bits() -> None:
     routing = ROUTINGS["softmax_renormalized"]
     given = arguments(4, 100, 20, torch.float16)
-    ahead = given["norm_weight"], given["router"]
-    first = norm_router(**given, routing=routing, epsilon=EPSILON, ahead=ahead)
-    second = norm_router(**given, routing=routing, epsilon=EPSILON, ahead=ahead)
+    first = norm_router(**given, routing=routing, epsilon=EPSILON)
+    second = norm_router(**given, routing=routing, epsilon=EPSILON)
     for name, one, other in zip(first._fields, first, second, strict=True):
         assert torch.equal(one, other), name
 

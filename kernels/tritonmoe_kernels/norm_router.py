@@ -10,9 +10,6 @@ token arrive at a counter; the last one sees all E logits and chooses. Block 0 a
 choice ranks experts by counting those in front of each (E² comparisons in one step, no rounds) where that is shorter
 than K rounds of arg-max; both give the same ranks, those of a stable sort.
 
-Programs of their own put the same residual through the next layer's router, for `speculate_ahead`: without the norm's
-factor, a number that its default vectors change, too. What they read is as much as a router's again, beside it.
-
 The order of every sum is fixed, so equal inputs give equal bits. On a GPU `residual + delta · multiplier` of float32
 may contract to one fused multiply-add; 16-bit types round the product first, as the reference does.
 """
@@ -68,15 +65,15 @@ def store_logits(logits_ptr, bias_ptr, router, x, experts, E: tl.constexpr):
 
 
 @triton.jit
-def arrive_last(counter_ptr, programs):
-    """Whether this program is the last of so many to arrive; what the others stored before is then visible.
+def arrive_last(counter_ptr):
+    """Whether this program is the last of grid axis 0 to arrive; what the others stored before is then visible.
 
     The barrier comes first because one thread arrives for all: every warp must have stored by then. The last
     program leaves the counter at zero for the next launch.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    is_last = arrived == programs - 1
+    is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         tl.store(counter_ptr, 0)
     return is_last
@@ -201,26 +198,6 @@ def store_topk(
 
 
 @triton.jit
-def _look_ahead(
-    ahead_ptr, residual_ptr, delta_ptr, norm_weight_ptr, router_ptr, token, block, multiplier, H: tl.constexpr,
-    E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, WEIGHT_PLUS_ONE: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A block of another router's experts: its rows times the token's residual and that router's norm weight."""
-    experts = block * BLOCK_E + tl.arange(0, BLOCK_E)
-    h = tl.arange(0, BLOCK_H)
-    mask = h < H
-    router = load_router(router_ptr, experts, h, mask, H, E)
-    weight = tl.load(norm_weight_ptr + h, mask=mask, other=0.0).to(tl.float32)
-    if WEIGHT_PLUS_ONE:
-        weight += 1.0
-    await_inputs(PDL)
-    release_dependents(PDL)
-    residual = load_residual(residual_ptr, delta_ptr, token * H + h, mask, multiplier)
-    sums = tl.sum(router.to(tl.float32) * (residual.to(tl.float32) * weight)[None, :], axis=1)
-    tl.store(ahead_ptr + token * E + experts, sums, mask=experts < E)
-
-
-@triton.jit
 def _norm_router_kernel(
     residual_ptr,  # [T, H]
     delta_ptr,  # [T, H] or None
@@ -233,10 +210,7 @@ def _norm_router_kernel(
     logits_ptr,  # [T, E] float32
     topk_ids_ptr,  # [T, K] int32
     topk_weights_ptr,  # [T, K] float32
-    ahead_ptr,  # [T, AHEAD_E] float32 or None
     counter_ptr,  # [T] int32, zero
-    ahead_norm_weight_ptr,  # [H] or None
-    ahead_router_ptr,  # [AHEAD_E, H] or None
     residual_multiplier,
     epsilon,
     renorm_epsilon,
@@ -255,19 +229,10 @@ def _norm_router_kernel(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BY_COUNTING: tl.constexpr,
-    AHEAD_E: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     block = tl.program_id(0)
     token = tl.program_id(1).to(tl.int64)
-    if ahead_ptr is not None:  # noqa: SIM102 - known to the compiler, what follows is not
-        if block >= BLOCKS:
-            _look_ahead(
-                ahead_ptr, residual_ptr, delta_ptr, ahead_norm_weight_ptr, ahead_router_ptr, token, block - BLOCKS,
-                residual_multiplier, H, AHEAD_E, BLOCK_H, BLOCK_E, WEIGHT_PLUS_ONE, PDL,
-            )  # fmt: skip
-            return
     experts = block * BLOCK_E + tl.arange(0, BLOCK_E)
     h = tl.arange(0, BLOCK_H)
     mask = h < H
@@ -283,7 +248,7 @@ def _norm_router_kernel(
         tl.store(x_ptr + token * H + h, x, mask=mask)
     logits_ptr += token * E
     store_logits(logits_ptr, router_bias_ptr, router, x, experts, E)
-    if arrive_last(counter_ptr + token, BLOCKS):
+    if arrive_last(counter_ptr + token):
         ids, scores, rank = choose_experts(
             logits_ptr, selection_bias_ptr, E, K, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
         )
@@ -317,14 +282,12 @@ def norm_router(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> NormRouterOutput:
     """Add, norm, route and choose for T <= 16 tokens in one launch.
 
     residual [T, H] and delta [T, H] (the attention's output) share a dtype; norm_weight [H]; router [E, H];
     biases [E]. `counter` [>= T] int32 is zero and belongs to this call's stream alone: the launch leaves it at zero.
-    `out.residual` and `out.x` must not be the inputs: other programs still read those. `ahead`: norm weight [H] and
-    router [E', H] of another layer, whose products with the new residual `out.ahead` is to have.
+    `out.residual` and `out.x` must not be the inputs: other programs still read those.
     """
     tokens = len(residual)
     check_decode_tokens(tokens, "add_rms_norm, a matrix product and route_topk")
@@ -334,16 +297,11 @@ def norm_router(
     if delta is not None:
         check_tensor("delta", delta, (tokens, hidden), (residual.dtype,), router.device)
     check_routing(routing, experts, selection_bias)
-    num_ahead = None if ahead is None else _check_ahead(*ahead, router)
-    out = NormRouterOutput.allocate(residual, experts, routing.top_k, num_ahead) if out is None else out
-    chosen = (tokens, routing.top_k)
-    shapes = ((tokens, hidden), (tokens, hidden), (tokens, experts), chosen, chosen, (tokens, num_ahead))
-    dtypes = (residual.dtype, residual.dtype, torch.float32, torch.int32, torch.float32, torch.float32)
+    out = NormRouterOutput.allocate(residual, experts, routing.top_k) if out is None else out
+    shapes = ((tokens, hidden), (tokens, hidden), (tokens, experts), *2 * ((tokens, routing.top_k),))
+    dtypes = (residual.dtype, residual.dtype, torch.float32, torch.int32, torch.float32)
     for name, tensor, shape, dtype in zip(out._fields, out, shapes, dtypes, strict=True):
-        if name == "ahead" and (ahead is None) != (tensor is None):
-            raise ValueError("ahead and out.ahead go together: give both or none")
-        if tensor is not None:
-            check_tensor(f"out.{name}", tensor, shape, (dtype,), router.device)
+        check_tensor(f"out.{name}", tensor, shape, (dtype,), router.device)
     if not tokens:
         return out
     for name, tensor in (("out.residual", out.residual), ("out.x", out.x)):
@@ -351,9 +309,7 @@ def norm_router(
             raise ValueError(f"{name} must not share memory with an input: programs of this launch still read it")
     block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=256)
     block_g, block_s = group_blocks(experts, routing.num_groups)
-    norm_ahead, router_ahead = (None, None) if ahead is None else ahead
-    blocks = cdiv(experts, block_e) + (0 if num_ahead is None else cdiv(num_ahead, block_e))
-    _norm_router_kernel[(blocks, tokens)](
+    _norm_router_kernel[(cdiv(experts, block_e), tokens)](
         residual,
         delta,
         norm_weight,
@@ -362,8 +318,6 @@ def norm_router(
         selection_bias,
         *out,
         counter,
-        norm_ahead,
-        router_ahead,
         residual_multiplier,
         epsilon,
         routing.renorm_epsilon,
@@ -382,18 +336,10 @@ def norm_router(
         BLOCK_G=block_g,
         BLOCK_S=block_s,
         BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,
-        AHEAD_E=num_ahead or 0,
         num_warps=num_warps,
         **launch_options(router.device),
     )
     return out
-
-
-def _check_ahead(norm_weight: torch.Tensor, router: torch.Tensor, own: torch.Tensor) -> int:
-    """The experts of the other router, whose weights are of the same kind."""
-    check_tensor("ahead norm weight", norm_weight, (own.shape[1],), FLOATS, own.device)
-    check_tensor("ahead router", router, (None, own.shape[1]), FLOATS, own.device)
-    return len(router)
 
 
 @triton.jit

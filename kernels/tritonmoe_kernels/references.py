@@ -128,17 +128,12 @@ def norm_router_ref(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    ahead: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> NormRouterOutput:
     """What `norm_router` computes, through the references; `counter` and `out` are not used."""
     residual, x = add_rms_norm_ref(residual, delta, norm_weight, epsilon, residual_multiplier, weight_plus_one)
     logits = reference.router_logits(x, router, router_bias)
     topk_ids, topk_weights = route_topk_ref(logits, routing, selection_bias)
-    sums = None
-    if ahead is not None:
-        weight = ahead[0].float() + 1.0 if weight_plus_one else ahead[0].float()
-        sums = (residual.float() * weight) @ ahead[1].float().T
-    return NormRouterOutput(residual, x, logits, topk_ids, topk_weights, sums)
+    return NormRouterOutput(residual, x, logits, topk_ids, topk_weights)
 
 
 def add_rms_norm_ref(
@@ -217,45 +212,6 @@ def speculate_ref(
         topk_groups=routing.topk_groups,
     )
     return SpeculateOutput(logits, ids.int(), q)
-
-
-def speculate_ahead_ref(
-    residual: torch.Tensor,
-    ahead: torch.Tensor,
-    default_vectors: torch.Tensor | None,
-    products: torch.Tensor | None,
-    topk_ids: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    routing: Routing,
-    count: int,
-    epsilon: float,
-    residual_multiplier: float = 1.0,
-    router_bias: torch.Tensor | None = None,
-    selection_bias: torch.Tensor | None = None,
-    out: SpeculateOutput | None = None,
-) -> SpeculateOutput:
-    """What `speculate_ahead` computes, through the references; `out` is not used."""
-    quasi, sums = residual.float(), ahead
-    if default_vectors is not None:
-        assert products is not None
-        assert topk_ids is not None
-        assert topk_weights is not None
-        ids = topk_ids.long()
-        quasi = quasi + reference.combine(default_vectors[ids].float(), topk_weights) * residual_multiplier
-        sums = sums + reference.combine(products[ids], topk_weights) * residual_multiplier
-    logits = sums * torch.rsqrt(quasi.square().mean(-1, keepdim=True) + epsilon)
-    if router_bias is not None:
-        logits = logits + router_bias.float()
-    ids, _ = reference.route_topk(
-        logits,
-        count,
-        routing.score,
-        routing.renormalize,
-        selection_bias,
-        num_groups=routing.num_groups,
-        topk_groups=routing.topk_groups,
-    )
-    return SpeculateOutput(logits, ids.int())
 
 
 def expert_gemm_ref(

@@ -32,14 +32,9 @@ class NormRouterOutput(NamedTuple):
     logits: torch.Tensor  # [T, E] float32
     topk_ids: torch.Tensor  # [T, K] int32
     topk_weights: torch.Tensor  # [T, K] float32
-    # [T, E'] float32: this residual times another router, its norm's weight in place and the norm's factor not.
-    ahead: torch.Tensor | None = None
 
     @classmethod
-    def allocate(
-        cls, residual: torch.Tensor, num_experts: int, top_k: int, num_ahead: int | None = None
-    ) -> NormRouterOutput:
-        """`num_ahead`: E', None without `ahead`."""
+    def allocate(cls, residual: torch.Tensor, num_experts: int, top_k: int) -> NormRouterOutput:
         tokens = len(residual)
         return cls(
             torch.empty_like(residual),
@@ -47,7 +42,6 @@ class NormRouterOutput(NamedTuple):
             residual.new_empty(tokens, num_experts, dtype=torch.float32),
             residual.new_empty(tokens, top_k, dtype=torch.int32),
             residual.new_empty(tokens, top_k, dtype=torch.float32),
-            None if num_ahead is None else residual.new_empty(tokens, num_ahead, dtype=torch.float32),
         )
 
 

@@ -7,12 +7,6 @@ ids.
 Schedule: that of `norm_router`, with about 64 programs so that most of the GPU stays with the experts: each program
 asks for its router rows, mixes the default vectors of its token in the order of K, norms, stores its logits, and the
 last to arrive ranks all E. The quasi-hidden state stays in float32 until it is rounded to the residual's dtype.
-
-Those programs and a router's worth of reads come between the router and whatever is decided by the guess, and wait for
-places among the experts' programs. But the next router is linear, so its products with the residual can be made while
-this layer is routed (`norm_router`'s `ahead`), and those with the default vectors once and for all. `speculate_ahead`
-then adds K rows of E' numbers, takes the norm of the quasi-hidden state, and chooses: one program of a token, K · H
-values. Nothing is rounded on the way, so that near ties may fall otherwise.
 """
 
 from __future__ import annotations
@@ -38,7 +32,7 @@ from tritonmoe_kernels.norm_router import (
     store_logits,
 )
 from tritonmoe_kernels.routing import Routing, SpeculateOutput
-from tritonmoe_kernels.tiles import cdiv, next_power_of_2
+from tritonmoe_kernels.tiles import cdiv
 
 
 @triton.jit
@@ -91,7 +85,7 @@ def _speculate_kernel(
         tl.store(q_ptr + token * H + h, q, mask=mask)
     logits_ptr += token * E
     store_logits(logits_ptr, router_bias_ptr, router, q, experts, E)
-    if arrive_last(counter_ptr + token, tl.num_programs(0)):
+    if arrive_last(counter_ptr + token):
         ids, _scores, rank = choose_experts(
             logits_ptr, selection_bias_ptr, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
         )
@@ -172,135 +166,6 @@ def speculate(
         BLOCK_S=block_s,
         BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,
         num_warps=num_warps,
-    )
-    return out
-
-
-@triton.jit
-def _speculate_ahead_kernel(
-    residual_ptr,  # [T, H]
-    ahead_ptr,  # [T, E] float32
-    default_ptr,  # [experts of this layer, H] or None
-    products_ptr,  # [experts of this layer, E] float32 or None
-    topk_ids_ptr,  # [T, K] int32 or None
-    topk_weights_ptr,  # [T, K] float32 or None
-    router_bias_ptr,  # [E] or None
-    selection_bias_ptr,  # [E] or None
-    logits_ptr,  # [T, E] float32
-    ids_ptr,  # [T, M] int32
-    residual_multiplier,
-    epsilon,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    M: tl.constexpr,
-    SCORE: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOPK_GROUPS: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-    BY_COUNTING: tl.constexpr,
-):
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.arange(0, BLOCK_H)
-    mask = h < H
-    experts = tl.arange(0, BLOCK_E)
-    exists = experts < E
-    quasi = tl.load(residual_ptr + token * H + h, mask=mask, other=0.0).to(tl.float32)
-    sums = tl.load(ahead_ptr + token * E + experts, mask=exists, other=0.0)
-    if default_ptr is not None:
-        mixed = tl.zeros([BLOCK_H], tl.float32)
-        mixed_sums = tl.zeros([BLOCK_E], tl.float32)
-        for k in tl.static_range(K):
-            expert = tl.load(topk_ids_ptr + token * K + k).to(tl.int64)
-            weight = tl.load(topk_weights_ptr + token * K + k)
-            mixed += weight * tl.load(default_ptr + expert * H + h, mask=mask, other=0.0).to(tl.float32)
-            mixed_sums += weight * tl.load(products_ptr + expert * E + experts, mask=exists, other=0.0)
-        quasi += mixed * residual_multiplier
-        sums += mixed_sums * residual_multiplier
-    logits = sums * tl.rsqrt(tl.sum(quasi * quasi, axis=0) / H + epsilon)
-    if router_bias_ptr is not None:
-        logits += tl.load(router_bias_ptr + experts, mask=exists, other=0.0).to(tl.float32)
-    logits_ptr += token * E
-    tl.store(logits_ptr + experts, logits, mask=exists)
-    tl.debug_barrier()  # experts may lie otherwise where they are chosen: other threads read what these have stored
-    ids, _scores, rank = choose_experts(
-        logits_ptr, selection_bias_ptr, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
-    )
-    tl.store(ids_ptr + token * M + rank, ids, mask=rank < M)
-
-
-def speculate_ahead(
-    residual: torch.Tensor,
-    ahead: torch.Tensor,
-    default_vectors: torch.Tensor | None,
-    products: torch.Tensor | None,
-    topk_ids: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
-    routing: Routing,
-    count: int,
-    epsilon: float,
-    residual_multiplier: float = 1.0,
-    router_bias: torch.Tensor | None = None,
-    selection_bias: torch.Tensor | None = None,
-    out: SpeculateOutput | None = None,
-) -> SpeculateOutput:
-    """`speculate` from what `norm_router` wrote to its `out.ahead`, [T, E]; without q.
-
-    products [experts, E] float32: of default_vectors, scaled by the next layer's norm weight, with its router's rows.
-    """
-    tokens = len(residual)
-    check_decode_tokens(tokens, "a matrix product and route_topk")
-    check_tensor("residual", residual, (None, None), FLOATS, residual.device)
-    check_tensor("ahead", ahead, (tokens, None), (torch.float32,), residual.device)
-    hidden, experts = residual.shape[1], ahead.shape[1]
-    if not 1 <= count <= experts:
-        raise ValueError(f"count is {count}, expected 1 to {experts}, the number of experts")
-    check_routing(replace(routing, top_k=count), experts, selection_bias)
-    for name, bias in (("router_bias", router_bias), ("selection_bias", selection_bias)):
-        if bias is not None:
-            check_tensor(name, bias, (experts,), FLOATS, residual.device)
-    _check_defaults(default_vectors, topk_ids, topk_weights, tokens, hidden, residual.device)
-    if (products is None) != (default_vectors is None):
-        raise ValueError("default_vectors and products go together: give both or none")
-    if products is not None:
-        check_tensor("products", products, (len(default_vectors), experts), (torch.float32,), residual.device)
-    if out is None:
-        out = SpeculateOutput(ahead.new_empty(tokens, experts), ahead.new_empty(tokens, count, dtype=torch.int32))
-    check_tensor("out.logits", out.logits, (tokens, experts), (torch.float32,), residual.device)
-    check_tensor("out.ids", out.ids, (tokens, count), (torch.int32,), residual.device)
-    if not tokens:
-        return out
-    block_g, block_s = group_blocks(experts, routing.num_groups)
-    block_h = next_power_of_2(hidden)
-    _speculate_ahead_kernel[(tokens,)](
-        residual,
-        ahead,
-        default_vectors,
-        products,
-        topk_ids,
-        topk_weights,
-        router_bias,
-        selection_bias,
-        out.logits,
-        out.ids,
-        residual_multiplier,
-        epsilon,
-        H=hidden,
-        E=experts,
-        K=0 if topk_ids is None else topk_ids.shape[1],
-        M=count,
-        SCORE=routing.score,
-        NUM_GROUPS=routing.num_groups,
-        TOPK_GROUPS=routing.topk_groups,
-        BLOCK_H=block_h,
-        BLOCK_E=next_power_of_2(experts),
-        BLOCK_G=block_g,
-        BLOCK_S=block_s,
-        BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,
-        num_warps=4 if block_h <= 2048 else 8,
     )
     return out
 

@@ -84,7 +84,7 @@ def _add_controls(found: Study, subject: Subject, chunk: Chunk, layers: list[int
         guess = SpeculateOutput(logits, logits.topk(top_k).indices.int(), x)
         found.recall.add(REUSED, later, guess.ids, truth)
         found.drift.add(REUSED, later, guess, truth, is_state=True)
-        before = NormRouterOutput(*(part[1:] for part in truth if part is not None))
+        before = NormRouterOutput(*(part[1:] for part in truth))
         found.recall.add(PREVIOUS, later, truth.topk_ids[:-1], before)
         if subject.vectors is not None:
             popular = subject.vectors.counts[layers.index(later)].topk(top_k).indices.int().to(x.device)

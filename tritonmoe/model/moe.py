@@ -132,15 +132,10 @@ class Experts:
                 multiplier,
                 weights.router_bias,
                 weights.selection_bias,
-                ahead=self._ahead(layer_id),
             )
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, multiplier)
         logits = reference.router_logits(x, weights.router, weights.router_bias)
         return NormRouterOutput(residual, x, logits, *self._ops.route_topk(logits, rule, weights.selection_bias))
-
-    def _ahead(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Norm weight and router of another layer that the layer's residual is to go through while it is routed."""
-        return None
 
     def _gate_weights(self, layer_id: int, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The true router's weights on other experts than it chose, made as it makes its own."""

@@ -59,7 +59,6 @@ class Operations(NamedTuple):
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     route_topk: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     speculate: Callable[..., Any]
-    speculate_ahead: Callable[..., Any]
     estimate: Callable[..., torch.Tensor]
     expert_gemm: Callable[..., torch.Tensor]
     combine: Callable[..., torch.Tensor]
@@ -93,7 +92,6 @@ REFERENCES = Operations(
     add_rms_norm=references.add_rms_norm_ref,
     route_topk=references.route_topk_ref,
     speculate=references.speculate_ref,
-    speculate_ahead=references.speculate_ahead_ref,
     estimate=estimate_reference.estimate_ref,
     expert_gemm=references.expert_gemm_ref,
     combine=references.combine_ref,
@@ -132,7 +130,6 @@ def kernels() -> Operations:
         add_rms_norm=norm_router.add_rms_norm,
         route_topk=norm_router.route_topk,
         speculate=speculate.speculate,
-        speculate_ahead=speculate.speculate_ahead,
         estimate=estimate.estimate,
         expert_gemm=expert_gemm.expert_gemm,
         combine=expert_gemm.combine,

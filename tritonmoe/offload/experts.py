@@ -459,10 +459,6 @@ class OffloadedExperts(Experts):
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, self._spec.residual_multiplier)
         return NormRouterOutput(residual, x, guess.foretold.logits, guess.topk_ids, guess.topk_weights)
 
-    def _ahead(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        # Where guesses are executed, they are rounded as they are published.
-        return self.predictor.ahead(layer_id) if self.policy.execute == "routed" else None
-
     def _choose(self, guesses: dict[int, SpeculateOutput]) -> None:
         """Where guesses are executed, choose by them what will run: beside this layer, not on the way of the next."""
         if self.policy.execute != "speculated":

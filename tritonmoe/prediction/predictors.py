@@ -23,8 +23,6 @@ from tritonmoe_kernels import reference
 from tritonmoe_kernels.estimate_reference import estimate_ref
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing, SpeculateOutput
 
-MOST_PRODUCTS = 1 << 16  # of a layer's default vectors with the next layer's router, 4 bytes each
-
 
 class Predictor:
     """Foretells nothing."""
@@ -36,10 +34,6 @@ class Predictor:
     def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """The same for any number of tokens."""
         return {}
-
-    def ahead(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Norm weight and router through which `guess` wants the layer's residual to go while the layer is routed."""
-        return None
 
     def known(self, layer_id: int) -> dict[int, np.ndarray]:
         """By later layer: ids [T, M], best first, on the host."""
@@ -77,28 +71,6 @@ class RouterPredictor(Predictor):
         self._defaults, self._estimator, self._kinds = default_vectors, estimator, dict(kinds or {})
         self._counter = torch.zeros(MAX_DECODE_TOKENS, dtype=torch.int32, device=weights.embedding.device)
         self._moe_layers = list(spec.moe_layers)
-        self._products: dict[int, torch.Tensor | None] = {}  # by layer, of its default vectors with the next router
-
-    def ahead(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Of the next layer, where its own router foretells it and default vectors have few enough products."""
-        later = next(iter(self._later(layer_id)), None)
-        if later is None or self._lookahead > 1 or self._kinds.get(later) == "estimator":
-            return None
-        weights = self._weights.layers[later]
-        assert weights.moe is not None
-        mixed = self._mixed(layer_id, later)
-        if mixed is not None and len(mixed) * len(weights.moe.router) > MOST_PRODUCTS:
-            return None
-        if layer_id not in self._products:
-            self._products[layer_id] = None
-            if mixed is not None:
-                scaled = mixed.float() * weights.post_norm.float()
-                self._products[layer_id] = scaled @ weights.moe.router.float().T
-        return weights.post_norm, weights.moe.router
-
-    def _mixed(self, layer_id: int, later: int) -> torch.Tensor | None:
-        """The layer's default vectors [E, H], where the later one is foretold with them."""
-        return None if self._defaults is None or self._kinds.get(later) == "residual" else self._defaults[layer_id]
 
     def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
@@ -115,22 +87,9 @@ class RouterPredictor(Predictor):
     def _guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
         rule, weights = self._rule(later), self._weights.layers[later]
         assert weights.moe is not None
-        vectors, out = self._mixed(layer_id, later), None
-        chosen = (None, None) if vectors is None else (routed.topk_ids, routed.topk_weights)
-        if routed.ahead is not None:
-            return self._ops.speculate_ahead(
-                routed.residual,
-                routed.ahead,
-                vectors,
-                self._products[layer_id],
-                *chosen,
-                rule,
-                rule.top_k,
-                self._spec.norm_epsilon,
-                self._spec.residual_multiplier,
-                weights.moe.router_bias,
-                weights.moe.selection_bias,
-            )
+        mixed, out = (None, None, None), None
+        if self._defaults is not None and self._kinds.get(later) != "residual":
+            mixed = (self._defaults[layer_id], routed.topk_ids, routed.topk_weights)
         is_estimated = self._kinds.get(later) == "estimator"
         if is_estimated:
             shape = len(routed.x), len(weights.moe.router)
@@ -139,8 +98,7 @@ class RouterPredictor(Predictor):
             out = SpeculateOutput(logits, ids, torch.empty_like(routed.residual))
         guess = self._ops.speculate(
             routed.residual,
-            vectors,
-            *chosen,
+            *mixed,
             weights.post_norm,
             weights.moe.router,
             rule,
