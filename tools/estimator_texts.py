@@ -49,9 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--text", required=True, metavar="FILE", help="training text, .txt or .txt.xz")
     parser.add_argument("--valid", required=True, metavar="FILE", help="held-out text")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
-    parser.add_argument(
-        "--characters", type=int, default=9_000_000, metavar="N", help="of prose (%(default)s)"
-    )
+    parser.add_argument("--characters", type=int, default=9_000_000, metavar="N", help="of prose (%(default)s)")
     parser.add_argument("--items", type=int, default=60_000, metavar="N", help="worked items (default: %(default)s)")
     parser.add_argument("--held-out-characters", type=int, default=60_000, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--choice-items", type=int, default=500, metavar="N", help="(default: %(default)s)")
