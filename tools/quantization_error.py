@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=100)
     parser.add_argument("--out", type=Path, default=ROOT / "docs/measurements/quantization-nano.json")
     options = parser.parse_args()
-    found = {"provenance": provenance(), "model": options.model, "formats": {}}
+    found = {"provenance": provenance(), "model": Path(options.model).name, "formats": {}}
     engine, texts = Engine.from_pretrained(options.model), documents(options)
     experts = next(layer.moe.experts for layer in engine.decoder.weights.layers if layer.moe is not None)
     errors = layer_errors(engine, engine.tokenizer.encode("\n".join(texts))[: options.tokens], options.formats)

@@ -21,10 +21,16 @@ FIGURES: dict[str, tuple[str, Callable[[dict[str, Any]], str]]] = {
     "recall-nano-tasks.svg": ("prediction-nano.json", partial(recall_by_layer, corpus="tasks")),
     "drift-nano-text.svg": ("prediction-nano.json", partial(drift_by_layer, corpus="text")),
     "accuracy-nano.svg": ("prediction-nano.json", accuracy_by_bytes),
-    "recall-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="text")),
-    "recall-sibling-qwen3-tasks.svg": ("prediction-sibling-qwen3.json", partial(recall_by_layer, corpus="tasks")),
-    "accuracy-sibling-qwen3.svg": ("prediction-sibling-qwen3.json", accuracy_by_bytes),
-    "drift-sibling-qwen3-text.svg": ("prediction-sibling-qwen3.json", partial(drift_by_layer, corpus="text")),
+    **{
+        f"{kind}-{name}{suffix}.svg": (f"prediction-{name}.json", draw)
+        for name in ("sibling-qwen3", "sibling-gpt-oss")
+        for kind, suffix, draw in (
+            ("recall", "-text", partial(recall_by_layer, corpus="text")),
+            ("recall", "-tasks", partial(recall_by_layer, corpus="tasks")),
+            ("accuracy", "", accuracy_by_bytes),
+            ("drift", "-text", partial(drift_by_layer, corpus="text")),
+        )
+    },
 }
 
 
