@@ -21,7 +21,7 @@ over the grid: rows of a block are read from memory once, weights once for the f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -30,14 +30,14 @@ import triton.language as tl
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.launch_table import launch_config
-from tritonmoe_kernels.mxfp4_dot import Dot, dot_columns, dot_form, rows_times_x
+from tritonmoe_kernels.mxfp4_dot import dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS
 from tritonmoe_kernels.sort_tokens import sort_tokens
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 from tritonmoe_kernels.weight_tiles import (
     WORD_BYTES,
-    Layout,
+    Operands,
     check_matrix,
     fetch_weights,
     load_columns,
@@ -52,7 +52,6 @@ from tritonmoe_kernels.weight_tiles import (
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
-
 # Tiles for tensor cores are asked for a step ahead by the kernel itself, into registers.
 ONE_STAGE = {"num_stages": 1}
 
@@ -473,83 +472,74 @@ def _format_name(matrix: Matrix) -> str | None:
     return matrix.format.name if isinstance(matrix, QuantizedMatrix) else None
 
 
-def _decode_grid(slot_ids: torch.Tensor, tiles: int, programs: int | None) -> tuple[tuple[int, ...], int | None, int]:
-    """The grid; where its programs share the tiles, the number of pairs (else None), and lanes for the most of them."""
-    pairs, top_k = slot_ids.numel(), slot_ids.shape[1]
+class _DecodeLaunch(NamedTuple):
+    grid: tuple[int, ...]
+    num_pairs: int | None  # where the grid's programs share the tiles
+    weights: Operands
+    options: dict[str, Any]  # what is compiled in, and how it is launched
+
+
+def _decode_launch(
+    kernel: str, x: torch.Tensor, slot_ids: torch.Tensor, matrix: Matrix, rows: int, columns: int, programs: int | None
+) -> _DecodeLaunch:
+    """Of a decode form whose tiles divide `rows`, over weights of `columns`."""
+    (tokens, top_k), num_pairs, weights = slot_ids.shape, slot_ids.numel(), operands(matrix)
+    launch = launch_config(kernel, x.dtype, (rows, columns), tokens, x.device, weights.layout.name)
+    tiles, wanted = cdiv(rows, launch["block_n"]), launch["block_k"]
+    dot = dot_form(weights.layout, x, launch)
+    options = {
+        "BLOCK_PAIRS": 1 if programs is None else next_power_of_2(MAX_DECODE_TOKENS * top_k),  # one for every batch
+        "LAYOUT": weights.layout,
+        "BLOCK_N": launch["block_n"],
+        "BLOCK_K": step_columns(weights.layout, columns, wanted) if dot is None else dot_columns(columns, wanted),
+        "DOT": dot,
+        "EVICT": SINGLE_TOKEN_EVICTION if tokens == 1 else "",
+        "num_warps": launch["num_warps"],
+        **({} if dot is None else ONE_STAGE),
+        **launch_options(x.device),
+    }
     if programs is None:
-        return (pairs, tiles), None, 1
-    return (min(programs, pairs * tiles),), pairs, next_power_of_2(MAX_DECODE_TOKENS * top_k)
-
-
-def _decode_step(launch: dict[str, Any], layout: Layout, columns: int, x: torch.Tensor) -> tuple[Dot | None, int]:
-    """How tensor cores multiply, None where they do not, and the columns of a step."""
-    dot, wanted = dot_form(layout, x, launch), launch["block_k"]
-    return dot, step_columns(layout, columns, wanted) if dot is None else dot_columns(columns, wanted)
+        return _DecodeLaunch((num_pairs, tiles), None, weights, options)
+    return _DecodeLaunch((min(programs, num_pairs * tiles),), num_pairs, weights, options)
 
 
 def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, programs) -> None:
-    tokens, top_k = slot_ids.shape
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
-    parts, strides, layout = operands(gate_up)
-    shape = (intermediate, hidden_size)
-    launch = launch_config("expert_gate_up_decode", x.dtype, shape, tokens, x.device, layout.name)
-    dot, block_k = _decode_step(launch, layout, hidden_size, x)
-    grid, pairs, lanes = _decode_grid(slot_ids, cdiv(intermediate, launch["block_n"]), programs)
-    _gate_up_decode_kernel[grid](
+    launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, programs)
+    _gate_up_decode_kernel[launch.grid](
         hidden,
         x,
         slot_ids,
-        parts,
+        launch.weights.parts,
         bias,
-        strides,
+        launch.weights.strides,
         0 if bias is None else bias.stride(0),
         limit,
         alpha,
-        pairs,
-        BLOCK_PAIRS=lanes,
-        TOP_K=top_k,
+        launch.num_pairs,
+        TOP_K=slot_ids.shape[1],
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
         KIND=kind,
-        LAYOUT=layout,
-        BLOCK_N=launch["block_n"],
-        BLOCK_K=block_k,
-        DOT=dot,
-        EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
-        num_warps=launch["num_warps"],
-        **({} if dot is None else ONE_STAGE),
-        **launch_options(x.device),
+        **launch.options,
     )
 
 
 def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
-    tokens = len(slot_ids)
     hidden_size, intermediate = down.shape[1:]
-    parts, strides, layout = operands(down)
-    shape = (hidden_size, intermediate)
-    launch = launch_config("expert_down_decode", hidden.dtype, shape, tokens, hidden.device, layout.name)
-    dot, block_k = _decode_step(launch, layout, intermediate, hidden)
-    grid, pairs, lanes = _decode_grid(slot_ids, cdiv(hidden_size, launch["block_n"]), programs)
-    _down_decode_kernel[grid](
+    launch = _decode_launch("expert_down_decode", hidden, slot_ids, down, hidden_size, intermediate, programs)
+    _down_decode_kernel[launch.grid](
         out,
         hidden,
         slot_ids,
-        parts,
+        launch.weights.parts,
         bias,
-        strides,
+        launch.weights.strides,
         0 if bias is None else bias.stride(0),
-        pairs,
-        BLOCK_PAIRS=lanes,
+        launch.num_pairs,
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
-        LAYOUT=layout,
-        BLOCK_N=launch["block_n"],
-        BLOCK_K=block_k,
-        DOT=dot,
-        EVICT=SINGLE_TOKEN_EVICTION if tokens == 1 else "",
-        num_warps=launch["num_warps"],
-        **({} if dot is None else ONE_STAGE),
-        **launch_options(hidden.device),
+        **launch.options,
     )
 
 
