@@ -6,11 +6,13 @@ The scenarios are those of tools/inject_faults.py, whose long form has many more
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -226,5 +228,11 @@ def test_a_soak_sees_another_token_and_growth(pristine_folder: Path) -> None:
     reference.generate_batch = lambda prompts, _params: generate_batch(prompts, PARAMS)  # type: ignore[method-assign]
     outcome = soak.soak(engine, reference, "on-demand", 20, 0, time.perf_counter() + 100)
     assert any("is another one" in problem for problem in outcome.problems)
+    assert not any("the next time" in problem for problem in outcome.problems), "the engine itself repeats itself"
+    calls = itertools.count()
+    generate = engine.generate_batch
+    engine.generate_batch = lambda prompts, params: generate(prompts, replace(params, seed=next(calls)))  # type: ignore[method-assign]
+    outcome = soak.soak(engine, reference, "on-demand", 200, 0, time.perf_counter() + 100)
+    assert any("other tokens the next time" in problem for problem in outcome.problems)
     soak.growth([[0, 1], [0, 1], [1, 10]], "host memory", 8, outcome)
     assert outcome.problems[-1].startswith("host memory grew")

@@ -123,6 +123,13 @@ def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> N
     assert out[~absent].equal(run_poisoned(x, slot_ids, experts)[~absent])
 
 
+def test_few_programs_take_any_number_of_tokens() -> None:
+    """More pairs than a step of the engine's has in the decode form."""
+    experts, x, slot_ids = make_experts(5, 36, 20, torch.float32), randn(40, 36), random_slots(40, 2, 5)
+    out = run_poisoned(x, slot_ids, experts, form="decode", programs=7)
+    assert out.equal(run_poisoned(x, slot_ids, experts, form="decode"))
+
+
 def test_refuses_no_programs() -> None:
     slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
     with pytest.raises(ValueError, match="programs is 0"):

@@ -206,9 +206,10 @@ def test_the_host_plans_where_the_link_alone_decides() -> None:
     bf16, int4 = 9_437_184, 2_506_752
     for name in ("exact", "router-pf"):
         assert should_host_plan(spec, resolve(name), 16, bf16)
-        assert should_host_plan(spec, resolve(name), 383, int4)
+        assert should_host_plan(spec, resolve(name), 383, bf16)
+        assert not should_host_plan(spec, resolve(name), 383, int4), "too short to hide the host's work behind"
         assert not should_host_plan(spec, resolve(name), 384, bf16), "slots keep some of the last step's"
-        assert should_host_plan(spec, resolve(name), 384, bf16, batch=2)
+        assert not should_host_plan(spec, resolve(name), 16, bf16, batch=2), "two sequences share experts"
         assert not should_host_plan(spec, resolve(name), 16, RECORD_ALIGNMENT), "the host is slower than such copies"
     assert not should_host_plan(spec, resolve("on-demand"), 16, bf16), "nothing to hide behind"
     assert not should_host_plan(spec, resolve("exact", eviction="lfu"), 16, bf16), "frequent experts stay"

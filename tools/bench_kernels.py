@@ -87,7 +87,10 @@ def main() -> int:
     if options.no_dependent_launch:
         dependent_launch._options = lambda *_device: {"PDL": False}
     if options.rows:
-        rows = [*json.loads(options.rows.read_text(encoding="utf-8")), *launch_table.rows()]
+        try:
+            rows = [*json.loads(options.rows.read_text(encoding="utf-8")), *launch_table.rows()]
+        except (OSError, ValueError, TypeError) as error:
+            parser.error(f"--rows {options.rows} is no list of rows: {error}")
         launch_table.rows = lambda: rows
     dtype = getattr(torch, options.dtype)
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """Write the texts that a sibling's estimator is trained on and its hybrid choice made on, from its own training text.
 
 estimator.txt: passages of the training text, none of them held out, and worked items, in turn. choose.txt: held-out
-text and other worked items. No item is one of the tests.
+text and worked items, none of those of estimator.txt. No item is one of the tests.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ def write_texts(options: Namespace) -> None:
     parts = ("\n".join((*text[i::PARTS], *items[i::PARTS])) for i in range(PARTS))
     (options.out / "estimator.txt").write_text("\n".join(parts), encoding="utf-8")
     held_out = "\n".join(read_works(options.valid))[: options.held_out_characters]
-    chosen = (task.text for task in training_items(options.choice_items, CHOICE_SEED))
+    seen = set(items)
+    chosen = (task.text for task in training_items(options.choice_items, CHOICE_SEED) if task.text not in seen)
     (options.out / "choose.txt").write_text("\n".join((held_out, *chosen)), encoding="utf-8")
 
 

@@ -2,10 +2,10 @@
 
 Generations of many kinds follow each other in one process: single, in batches, as conversations, as streams that are
 abandoned. The same ones are run three times, which must draw the same tokens every time, and the third time in no more
-memory than the second: kernels that are compiled, steps that are captured and what is kept for the next call cost
-memory once or twice, and what is lost for every generation costs it again. The first and the last thousand tokens must
-be those of the same generations with all experts in slots (speculated execution) or resident (every other policy); what
-was counted must add up. Exits with 1 where anything does not, which is in the summary too.
+memory than the second (8 MiB of main memory apart): kernels that are compiled, steps that are captured and what is kept
+for the next call cost memory once or twice, and what is lost for every generation costs it again. The first and the
+last thousand tokens must be those of the same generations with all experts in slots (speculated execution) or resident
+(every other policy); what was counted must add up. Exits with 1 where anything does not, which is in the summary too.
 """
 
 from __future__ import annotations
@@ -109,17 +109,17 @@ def soak(engine: Engine, reference: Engine, policy: str, tokens: int, seed: int,
     assert isinstance(experts, OffloadedExperts)
     num_experts = sum(moe.num_experts for moe in engine.decoder.spec.moe_layers.values())
     outcome = Outcome(policy, experts.pool.num_slots, num_experts)
-    done: list[tuple[Job, list[int]]] = []
+    passes: list[list[tuple[Job, list[int]]]] = []
     host: list[list[int]] = []
     device: list[list[int]] = []
-    began, num_jobs = time.perf_counter(), 0
+    began = time.perf_counter()
     for i in range(1, PASSES + 1):
-        host.append([])
-        device.append([])
+        for each in (passes, host, device):
+            each.append([])
         first = jobs(seed, engine.tokenizer.vocab_size, engine.max_context)
-        for job in first if i == 1 else itertools.islice(first, num_jobs):
+        for job in first if i == 1 else itertools.islice(first, len(passes[0])):
             drawn = run(engine, job)
-            done.append((job, drawn))
+            passes[-1].append((job, drawn))
             outcome.tokens += len(drawn)
             check_counters(experts, outcome)
             host[-1].append(resident_bytes())
@@ -127,13 +127,14 @@ def soak(engine: Engine, reference: Engine, policy: str, tokens: int, seed: int,
             is_late = time.perf_counter() - began > i * (ends - began) / PASSES
             if (i == 1 and outcome.tokens * PASSES >= tokens) or is_late:
                 break
-        num_jobs = len(host[0])
+    done = list(itertools.chain(*passes))
     outcome.generations, outcome.seconds = len(done), time.perf_counter() - began
-    if len(done) < PASSES * num_jobs or outcome.tokens < tokens:
+    if len(done) < PASSES * len(passes[0]) or outcome.tokens < tokens:
         outcome.problems.append(f"ended by --time-limit after {outcome.tokens} of {tokens} tokens")
-    for (job, drawn), (_, again) in zip(done, done[num_jobs:], strict=False):
-        if drawn != again:
-            outcome.problems.append(f"seed {job.params.seed} ({job.kind}): other tokens the next time")
+    for again in passes[1:]:
+        for (job, drawn), (_, other) in zip(passes[0], again, strict=False):
+            if drawn != other:
+                outcome.problems.append(f"seed {job.params.seed} ({job.kind}): other tokens the next time")
     outcome.host_bytes = growth(host, "host memory", GROWTH_BYTES, outcome)
     outcome.device_bytes = growth(device, "device memory", 0, outcome)
     for job, drawn in at_both_ends(done):

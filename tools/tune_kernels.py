@@ -48,6 +48,10 @@ class Tuned:
     candidates: Callable[[], Iterator[dict[str, Any]]]
     form: str | None = None
 
+    def tiles(self, dtype: torch.dtype) -> list[dict[str, Any]]:
+        """The candidates that mean anything for x of that dtype."""
+        return [config for config in self.candidates() if "dot" not in config or dtype == torch.bfloat16]
+
     @property
     def name(self) -> str:
         return f"{self.kernel} {self.form}" if self.form else self.kernel
@@ -224,7 +228,7 @@ def compile_share(job: tuple[list[int], str, int]) -> list[tuple[int, int]]:
         case = None  # freed before the next one is made
         torch.cuda.empty_cache()
         case = TUNED[i].build(getattr(torch, dtype))
-        for j, config in enumerate(TUNED[i].candidates()):
+        for j, config in enumerate(TUNED[i].tiles(getattr(torch, dtype))):
             if j % PROCESSES != share:
                 continue
             select(TUNED[i], config)
@@ -240,7 +244,7 @@ def tune(item: Tuned, failed: set[int], dtype: torch.dtype) -> list[tuple[float,
     """(seconds, configuration) of each candidate that runs, fastest first."""
     case = item.build(dtype)
     found = []
-    for j, config in enumerate(item.candidates()):
+    for j, config in enumerate(item.tiles(dtype)):
         if j in failed:
             continue
         select(item, config)
@@ -251,7 +255,7 @@ def tune(item: Tuned, failed: set[int], dtype: torch.dtype) -> list[tuple[float,
 
 def store(rows: list[dict[str, Any]]) -> None:
     """Put the rows first, in place of older ones with the same keys."""
-    keys = ("kernel", "architecture", "bits", "format", "shape", "tokens")
+    keys = ("kernel", "architecture", "bits", "dtype", "format", "shape", "tokens")
     new = {tuple(str(row.get(key)) for key in keys) for row in rows}
     kept = [row for row in json.loads(TABLE.read_text()) if tuple(str(row.get(key)) for key in keys) not in new]
     lines = ",\n".join(" " + json.dumps(row) for row in [*rows, *kept])
@@ -274,7 +278,7 @@ def main() -> int:
     for i in chosen:
         item = TUNED[i]
         found = tune(item, {j for k, j in failed if k == i}, dtype)
-        print(f"{item.name} {item.shape} {item.tokens}: {len(found)} of {len(list(item.candidates()))} run")
+        print(f"{item.name} {item.shape} {item.tokens}: {len(found)} of {len(item.tiles(dtype))} run")
         for seconds, config in [*found[:5], found[-1]]:
             print(f"  {seconds * 1e6:9.2f} us  {config}", flush=True)
         rows.append(
@@ -282,6 +286,7 @@ def main() -> int:
                 "kernel": item.kernel,
                 "architecture": launch_table.architecture(torch.device("cuda")),
                 "bits": 8 * dtype.itemsize,
+                **({"dtype": options.dtype} if "dot" in found[0][1] else {}),
                 **({"format": item.form} if item.form else {}),
                 "shape": None if item.shape is None else list(item.shape),
                 "tokens": item.tokens,

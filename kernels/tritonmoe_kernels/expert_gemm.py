@@ -488,7 +488,7 @@ def _decode_launch(
     tiles, wanted = cdiv(rows, launch["block_n"]), launch["block_k"]
     dot = dot_form(weights.layout, x, launch)
     options = {
-        "BLOCK_PAIRS": 1 if programs is None else next_power_of_2(MAX_DECODE_TOKENS * top_k),  # one for every batch
+        "BLOCK_PAIRS": 1 if programs is None else next_power_of_2(max(tokens, MAX_DECODE_TOKENS) * top_k),
         "LAYOUT": weights.layout,
         "BLOCK_N": launch["block_n"],
         "BLOCK_K": step_columns(weights.layout, columns, wanted) if dot is None else dot_columns(columns, wanted),

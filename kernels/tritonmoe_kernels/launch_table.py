@@ -17,9 +17,10 @@ import torch
 
 @functools.cache
 def rows() -> list[dict[str, Any]]:
-    """The table: {kernel, architecture, bits, format, shape, tokens, config}.
+    """The table: {kernel, architecture, bits, dtype, format, shape, tokens, config}.
 
-    null matches anything, but of `format`, which rows of plain weights do not have; `tokens` is the most.
+    null matches anything, but of `format`, which rows of plain weights do not have; `tokens` is the most. `bits` are
+    x's; rows that are for one dtype of so many name it.
     """
     text = (resources.files("tritonmoe_kernels") / "launch_table.json").read_text(encoding="utf-8")
     return json.loads(text)
@@ -34,7 +35,7 @@ def launch_config(
     weight_format: str | None = None,
 ) -> dict[str, Any]:
     """The configuration of `kernel` for weights of `shape` and a step of `tokens`; `dtype` is that of x."""
-    return _find(kernel, architecture(device), 8 * dtype.itemsize, weight_format, shape, tokens)
+    return _find(kernel, architecture(device), dtype, weight_format, shape, tokens)
 
 
 @functools.cache
@@ -50,13 +51,15 @@ def architecture(device: torch.device) -> str:
 
 @functools.cache
 def _find(
-    kernel: str, arch: str, bits: int, weight_format: str | None, shape: tuple[int, ...], tokens: int
+    kernel: str, arch: str, dtype: torch.dtype, weight_format: str | None, shape: tuple[int, ...], tokens: int
 ) -> dict[str, Any]:
+    bits, name = 8 * dtype.itemsize, str(dtype).removeprefix("torch.")
     for row in rows():
         if (
             row["kernel"] == kernel
             and row.get("format") == weight_format
             and row["bits"] in (None, bits)
+            and row.get("dtype") in (None, name)
             and (row["architecture"] is None or arch.startswith(row["architecture"]))
             and (row["shape"] is None or tuple(row["shape"]) == shape)
             and (row["tokens"] is None or tokens <= row["tokens"])

@@ -20,7 +20,7 @@ thread has to have them, and x is brought into that order; no weight moves betwe
 Codes. A nibble `seem` times 2^6 + 2^12, masked, has its sign in bit 15 and the rest in bits 8 to 6: E2M1 · 2^-126 in
 bfloat16, zero and the subnormal 0.5 as well. The codes at a place and half a word on are the two halves of one
 register. Times 2^(scale - 1) that is the weight, and exact: E2M1 has two significant bits, and 2^-128, the least there
-is, is a subnormal number of bfloat16. 2^(scale - 1) is a bfloat16 up to scale 128, weights of 2 to 12. Of a tile that
+is, is a subnormal number of bfloat16. 2^(scale - 1) is a bfloat16 up to scale 128, weights of 1 to 12. Of a tile that
 has larger scales (or 255, not a number) all is done a second time, multiplied by 2^(scale - 128) on top of 2^127;
 so the usual tile pays one comparison for 32 weights. Neither way rounds anything but the sum, in the tensor cores'
 float32. What belongs to one row decides nothing about the bits of another: both ways make the same numbers.

@@ -16,7 +16,6 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -716,12 +715,11 @@ class OffloadedExperts(Experts):
 
     def _prefill_ahead(self, layer_id: int) -> dict[int, np.ndarray]:
         """All experts, in order, of the next layer that lacks any: layers that lack none leave the link idle."""
-        later = (i for i in self._moe_layers if i > layer_id and (self._slots_of(i) < 0).any())
-        return {i: np.arange(self._moe(i)[0].num_experts)[None] for i in itertools.islice(later, 1)}
-
-    def _slots_of(self, layer_id: int) -> np.ndarray:
-        """The slots of the layer's experts, -1 where one has none."""
-        return self.pool.slot_of[layer_id, : self._moe(layer_id)[0].num_experts]
+        for later in self._moe_layers[self._moe_layers.index(layer_id) + 1 :]:
+            num_experts = self._moe(later)[0].num_experts
+            if (self.pool.slot_of[later, :num_experts] < 0).any():
+                return {later: np.arange(num_experts)[None]}
+        return {}
 
     def _leave_out(
         self, layer_id: int, ids: np.ndarray, weights: np.ndarray, wanted: list[int], out: torch.Tensor
