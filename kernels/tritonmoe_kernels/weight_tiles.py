@@ -15,10 +15,10 @@ is code · x, exact but for the sum:
                  instruction. x comes times the opposite power of two. zero · Σx is taken off the sum of a chunk
 
 Counted in the assembler's code (sm_90, triton 3.6, gate_up of 768 x 2048, mxfp4 in tiles of 4 x 2048 with 4 warps, all
-that is around the weights included), instructions a weight and those of them that are shifts, logical or other integer ones: mxfp4 4.8 and
-2.1, int4 3.7 and 1.7, int8 3.5 and 1.6, fp8 5.2 and 2.4. For 8 experts of that shape gate_up is then 3.9 us of issuing
-for 3.1 us of reading in mxfp4, 3.0 for 3.3 in int4, and less than reading in the others. Fewer for mxfp4 take tensor
-cores: mxfp4_dot.py.
+that is around the weights included), instructions a weight and those of them that are shifts, logical or other integer
+ones: mxfp4 4.8 and 2.1, int4 3.7 and 1.7, int8 3.5 and 1.6, fp8 5.2 and 2.4. For 8 experts of that shape gate_up is
+then 3.9 us of issuing for 3.1 us of reading in mxfp4, 3.0 for 3.3 in int4, and less than reading in the others. Fewer
+for mxfp4 take tensor cores: mxfp4_dot.py.
 """
 
 from __future__ import annotations
