@@ -422,7 +422,7 @@ def test_recipes_are_of_known_options_and_the_sizes_wanted():
         experts = config.num_experts * (3 * config.moe_intermediate_size + 1)  # with their rows of the router
         attention = 2 * config.head_dim * (config.num_attention_heads + config.num_key_value_heads)
         rows = config.num_hidden_layers * (experts + attention) + config.vocab_size
-        assert 64e6 < 2 * config.hidden_size * rows < 200e6, "bytes in bf16"
+        assert 63e6 < 2 * config.hidden_size * rows < 200e6, "bytes in bf16, but for the biases of one of them"
         assert 2 * config.moe_intermediate_size * config.num_experts_per_tok >= config.hidden_size
 
 
