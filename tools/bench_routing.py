@@ -40,7 +40,7 @@ from bench.cli import store as write
 from bench.measure import spread
 from bench.random_weights import random_storage, random_weights
 from bench.synthetic_routing import SyntheticRouting
-from bench.table_replay import EVERYTHING, MINIMUM, Case, Model, Replay, TableReplay, gather_rate, run
+from bench.table_replay import EVERYTHING, FORM, MINIMUM, Case, Model, Replay, TableReplay, gather_rate, run
 from bench.trace import PROFILED_STEPS, host_launches, profile_steps
 from bench_offload import EMBEDDING_SCALE, random_store
 from provenance import ROOT, provenance
@@ -289,7 +289,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="bench_routing.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser)
-    parser.add_argument("--cases", default=",".join(CASES), help="POLICY:HITS[@BYTES][:host], …")
+    parser.add_argument("--cases", default=",".join(CASES), help=f"{FORM}, …")
     parser.add_argument("--time-limit", type=positive, metavar="S", help="begin no row after this many seconds")
     parser.add_argument("--output", type=Path, help="the JSON to write (default: docs/measurements/routing-MODEL.json)")
     return parser

@@ -6,14 +6,15 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import fields
 from typing import Any
 
 from tritonmoe.errors import EXIT_BAD_INPUT, EXIT_INTERRUPTED, InputError, TritonMoeError
 from tritonmoe.generate import Parser
-from tritonmoe.offload.policy import Policy
+from tritonmoe.offload.policy import OPTIONS
 
-POLICY_OPTIONS = {"predict": "predictor"} | {field.name: field.name for field in fields(Policy)}
+# As on the command line, or as fields of a policy.
+POLICY_OPTIONS = {option.removeprefix("--").replace("-", "_"): field for field, option in OPTIONS.items()}
+POLICY_OPTIONS |= {field: field for field in OPTIONS}
 
 
 def split_policy(text: str) -> tuple[str, dict[str, Any]]:
@@ -24,7 +25,7 @@ def split_policy(text: str) -> tuple[str, dict[str, Any]]:
     for part in parts:
         name, equals, value = part.partition("=")
         field = POLICY_OPTIONS.get(name.replace("-", "_"))
-        if not equals or field is None or field == "name":
+        if not equals or field is None:
             raise InputError(f"policy {text}: {part!r} is no option of a policy; write router-pf+gate=routed")
         overrides[field] = _value(value)
     return preset, overrides

@@ -9,12 +9,14 @@ from __future__ import annotations
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
+from lzma import LZMAError
 from pathlib import Path
 
 from command_line import run_command
 
 from nano.corpus import is_held_out, passages, read_works
 from nano.tasks import training_items
+from tritonmoe.errors import InputError
 from tritonmoe.generate import Parser
 
 PARTS = 40  # prose and items alternate so many times
@@ -34,12 +36,15 @@ def prose(path: str, characters: int) -> Iterator[str]:
 
 
 def write_texts(options: Namespace) -> None:
+    try:
+        text = list(prose(options.text, options.characters))
+        held_out = "\n".join(read_works(options.valid))[: options.held_out_characters]
+    except (OSError, LZMAError, UnicodeDecodeError) as error:
+        raise InputError(f"--text and --valid are UTF-8 text, .txt or .txt.xz: {error}") from None
     options.out.mkdir(parents=True, exist_ok=True)
-    text = list(prose(options.text, options.characters))
     items = [task.text for task in training_items(options.items, ESTIMATOR_SEED)]
     parts = ("\n".join((*text[i::PARTS], *items[i::PARTS])) for i in range(PARTS))
     (options.out / "estimator.txt").write_text("\n".join(parts), encoding="utf-8")
-    held_out = "\n".join(read_works(options.valid))[: options.held_out_characters]
     seen = set(items)
     chosen = (task.text for task in training_items(options.choice_items, CHOICE_SEED) if task.text not in seen)
     (options.out / "choose.txt").write_text("\n".join((held_out, *chosen)), encoding="utf-8")

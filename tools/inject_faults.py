@@ -372,7 +372,6 @@ def load(folder: Path, placement: str, plan_on_device: bool = False) -> Engine:
     engine = Engine.from_pretrained(folder, device="cpu", placement=PLACEMENTS[placement], max_context=100)
     if isinstance(engine.decoder.experts, OffloadedExperts):
         engine.decoder.experts._plan_on_device = plan_on_device
-        engine.decoder.experts._may_choose = False
     return engine
 
 

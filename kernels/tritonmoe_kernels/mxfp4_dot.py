@@ -3,8 +3,8 @@
 `weight_tiles.products` makes a float32 of each code and multiplies it by x, 4.8 instructions a weight. Here two codes
 at a time become bfloat16 numbers, and their products are the tensor cores' work. Counted in the assembler's code
 (sm_90, triton 3.6 and 3.9, a step of the loop with all that is around the weights), instructions a weight by rows of a
-tile and warps: 2.7 at 128 and 4, 2.8 at 64 and 4, 2.9 at 32 and 1; 2.1 of them make the numbers. On
-an H200 4 experts of 2880 x 2880 take 25.5 us where 27.8 were, 8 of 768 x 2048 11.1 where 11.9 were (docs/log.md).
+tile and warps: 2.7 at 128 and 4, 2.8 at 64 and 4, 2.9 at 32 and 1; 2.1 of them make the numbers. On an H200 4 experts
+of 2880 x 2880 take 25.5 us where 27.8 were, 8 of 768 x 2048 11.1 where 11.9 were (docs/log.md).
 
 The tile. A row of a step has BLOCK_K columns in parts of 128, and what is multiplied is [rows · parts, 128] by
 [128, parts]: column p of the second factor is x of part p. Of the result [rows · parts, width] the number of a row's
@@ -46,7 +46,7 @@ LARGEST_SCALE = tl.constexpr(128)
 
 
 class Dot(NamedTuple):
-    """What is compiled in: the products' dtype, warps, and columns that are multiplied, of which `parts` are used."""
+    """What is compiled in: the products' dtype, warps, and how many columns they have; a step's parts use the first."""
 
     dtype: str  # bfloat16 on NVIDIA's GPUs; float32 interpreted, without assembler
     warps: int

@@ -153,6 +153,9 @@ class OffloadedExperts(Experts):
         self._measure = measure
         self._moe_layers = list(spec.moe_layers)
         self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
+        self._exists = np.zeros((len(spec.layers), self._num_experts), dtype=bool)
+        for layer_id, moe in spec.moe_layers.items():
+            self._exists[layer_id, : moe.num_experts] = True
         self.pool = SlotPool(num_slots, len(spec.layers), self._num_experts, policy.eviction)
         self.counters = Counters(len(spec.layers), store.layout.num_bytes)  # of decode steps
         self.prefill_counters = Counters(len(spec.layers), store.layout.num_bytes)
@@ -171,8 +174,7 @@ class OffloadedExperts(Experts):
         self._guard: PrefetchGuard | None = None  # of steps that the host plans
         self._guard_line: str | None = None  # of the device's last steps
         self._steps = 0
-        self._plan_on_device = weights.embedding.is_cuda if plan_on_device is None else plan_on_device
-        self._may_choose = plan_on_device is None
+        self._plan_on_device = plan_on_device
         self._tables = tables
         self._turn: Turn | None = None  # whose computation is enqueued and whose slots are still held
         self._is_torn = False  # an exception may have left the bookkeeping half done
@@ -226,7 +228,8 @@ class OffloadedExperts(Experts):
             self._device.step_launched()
 
     def _device_scheduler(self, batch: int) -> DeviceScheduler | None:
-        if not self._plan_on_device or not self.is_capturable or self.hooks.on_layer is not None:
+        may_plan = self._weights.embedding.is_cuda if self._plan_on_device is None else self._plan_on_device
+        if not may_plan or not self.is_capturable or self.hooks.on_layer is not None:
             return None
         least = self._least.get(batch) or self._least.setdefault(batch, minimum_slots(self._spec, self.policy, batch))
         if batch > MAX_DECODE_TOKENS:
@@ -235,7 +238,7 @@ class OffloadedExperts(Experts):
             return self._host_plans(f"{batch} sequence(s) at once need {least} slots, not {self.pool.num_slots}")
         if self.policy.predictor == "oracle":
             return self._host_plans("it knows the oracle's answers")
-        if self._may_choose and should_host_plan(
+        if self._plan_on_device is None and should_host_plan(
             self._spec, self.policy, self.pool.num_slots, self._store.layout.num_bytes, batch
         ):
             return None
@@ -715,11 +718,9 @@ class OffloadedExperts(Experts):
 
     def _prefill_ahead(self, layer_id: int) -> dict[int, np.ndarray]:
         """All experts, in order, of the next layer that lacks any: layers that lack none leave the link idle."""
-        for later in self._moe_layers[self._moe_layers.index(layer_id) + 1 :]:
-            num_experts = self._moe(later)[0].num_experts
-            if (self.pool.slot_of[later, :num_experts] < 0).any():
-                return {later: np.arange(num_experts)[None]}
-        return {}
+        lacks = np.any((self.pool.slot_of < 0) & self._exists, axis=1)
+        later = next((i for i in self._moe_layers if i > layer_id and lacks[i]), None)
+        return {} if later is None else {later: np.flatnonzero(self._exists[later])[None]}
 
     def _leave_out(
         self, layer_id: int, ids: np.ndarray, weights: np.ndarray, wanted: list[int], out: torch.Tensor
