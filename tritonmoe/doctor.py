@@ -25,7 +25,7 @@ from huggingface_hub import constants
 import tritonmoe
 from tritonmoe import self_test
 from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
-from tritonmoe.errors import TritonMoeError
+from tritonmoe.errors import EXIT_INTERRUPTED, TritonMoeError
 from tritonmoe.memory import available_bytes, empty_tensor
 from tritonmoe.model.expert_store import ExpertStore, RecordLayout
 from tritonmoe.model.operations import kernels
@@ -276,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tritonmoe.doctor",
         description="Say what this machine has, test the engine on it, and advise on what to run.",
-        epilog="exit codes: 0 all is right, 1 something is not (the lines that begin with 'problem')",
+        epilog="exit codes: 0 all is right, 1 something is not (the lines that begin with 'problem'), 130 interrupted",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -286,7 +286,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(message)s")
     is_there = torch.cuda.is_available()
-    report = examine(torch.device("cuda" if is_there and options.device != "cpu" else "cpu"))
+    try:
+        report = examine(torch.device("cuda" if is_there and options.device != "cpu" else "cpu"))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
     if options.device == "cuda" and not is_there:
         report["problems"].append(
             "--device cuda: torch finds no GPU here; see the driver, and which torch is installed"

@@ -10,16 +10,15 @@ import argparse
 import io
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from tritonmoe import signals
 from tritonmoe.errors import (
     EXIT_BAD_INPUT,
     EXIT_INTERRUPTED,
-    EXIT_TERMINATED,
     InputError,
     TritonMoeError,
     is_out_of_memory,
@@ -139,6 +138,14 @@ def build_parser() -> Parser:
     return parser
 
 
+def command() -> int:
+    """`main` as a process of its own: nothing but the exit follows."""
+    try:
+        return main()
+    finally:
+        signals.leave_to_system()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns the exit code (see EXIT_CODES)."""
     handler = logging.StreamHandler(sys.stderr)
@@ -148,10 +155,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a sign for it
-    signal.signal(signal.SIGTERM, _terminate)
     try:
-        options = build_parser().parse_args(argv)
-        return _import_run()(options)
+        with signals.raised():
+            options = build_parser().parse_args(argv)
+            return _import_run()(options)
     except TritonMoeError as error:
         return _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -175,24 +182,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _import_run() -> Callable[[argparse.Namespace], int]:
-    """`console.run`, and with it torch. A signal ends the process at once meanwhile: raised inside the imports of
-    compiled modules, KeyboardInterrupt comes out as whatever error they make of it."""
-
-    def leave(number: int, _frame: object) -> None:
-        os._exit(128 + number)
-
-    previous = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    """`console.run`, and with it torch."""
+    with signals.ending_at_once():
         from tritonmoe.console import run
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return run
-
-
-def _terminate(*_: object) -> NoReturn:
-    """Leave as after an error, so that files half written go; without this the process would end on the spot."""
-    sys.exit(EXIT_TERMINATED)
 
 
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:
@@ -206,4 +199,4 @@ def _discard_stdout() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command())

@@ -1,0 +1,84 @@
+"""What SIGINT and SIGTERM do to a command: an exception in the main thread, so that files half written go.
+
+Python raises it between any two instructions, also in those of a finalizer (`__del__`, the callback of a weak
+reference, at the end of a garbage collection), out of which no exception comes: there it hands what was raised to
+`sys.unraisablehook` and goes on, and the signal would be lost. The hook here sends it once more, a moment later.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, NoReturn
+
+from tritonmoe.errors import EXIT_TERMINATED
+
+if TYPE_CHECKING:
+    from sys import UnraisableHookArgs
+
+RETRY_S = 0.01
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class Terminated(SystemExit):
+    """SIGTERM, raised where the main thread was."""
+
+
+@contextmanager
+def raised() -> Iterator[None]:
+    """SIGTERM raises `Terminated`, as SIGINT raises KeyboardInterrupt, and neither is lost in a finalizer. For the
+    main thread; uses SIGALRM. Afterwards everything is as before."""
+    show = sys.unraisablehook
+
+    def raise_again(unraisable: UnraisableHookArgs) -> None:
+        if issubclass(unraisable.exc_type, KeyboardInterrupt):
+            number = signal.SIGINT
+        elif issubclass(unraisable.exc_type, Terminated):
+            number = signal.SIGTERM
+        else:
+            show(unraisable)
+            return
+        # By a timer, not by a thread: the finalizer may run in the middle of what starts threads, and hold its locks.
+        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
+        signal.setitimer(signal.ITIMER_REAL, RETRY_S)
+
+    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGALRM)}
+    sys.unraisablehook = raise_again
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        sys.unraisablehook = show
+
+
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Both signals end the process on the spot, as they must while compiled modules are imported: these make whatever
+    error they like of an exception."""
+
+    def leave(number: int, _frame: object) -> None:
+        os._exit(128 + number)
+
+    previous = {number: signal.signal(number, leave) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def leave_to_system() -> None:
+    """From here on both signals end the process without a word, as they do a process of any other language: all that
+    is left are finalizers, and an exception in one of them would only be shown."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _terminate(*_: object) -> NoReturn:
+    raise Terminated(EXIT_TERMINATED)
