@@ -46,7 +46,9 @@ def moe_layers(spec: ModelSpec) -> list[int]:
 
 
 def parts(weights: ExpertWeights) -> list[torch.Tensor]:
-    return iter_tensors(weights)
+    """In the order of a record: each matrix, then its bias."""
+    halves = [weights.gate_up, weights.gate_up_bias], [weights.down, weights.down_bias]
+    return [tensor for half in halves for tensor in iter_tensors(half)]
 
 
 # Record layout
@@ -59,7 +61,7 @@ def offsets(layout: RecordLayout) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("dtype", "by_hand", "num_bytes"),
     [
-        # H 5, I 7: gate_up 70 elements, down 35, biases 14 and 5.
+        # H 5, I 7: gate_up 70 elements and 14, down 35 and 5.
         (torch.bfloat16, [0, 256, 512, 768], 1024),
         (torch.float16, [0, 256, 512, 768], 1024),
         (torch.float32, [0, 512, 768, 1024], 1280),
@@ -67,10 +69,11 @@ def offsets(layout: RecordLayout) -> dict[str, int]:
 )
 def test_layout_by_hand(dtype: torch.dtype, by_hand: list[int], num_bytes: int) -> None:
     layout = RecordLayout(5, 7, dtype, has_bias=True)
-    assert offsets(layout) == dict(zip(["gate_up", "down", "gate_up_bias", "down_bias"], by_hand, strict=True))
+    assert offsets(layout) == dict(zip(["gate_up", "gate_up_bias", "down", "down_bias"], by_hand, strict=True))
     assert layout.num_bytes == num_bytes
+    assert layout.first_bytes == by_hand[2]
     without = replace(layout, has_bias=False)
-    assert offsets(without) == {"gate_up": 0, "down": by_hand[1]}
+    assert offsets(without) == {"gate_up": 0, "down": without.first_bytes} == {"gate_up": 0, "down": by_hand[1]}
     assert without.num_bytes == (512 if dtype.itemsize == 2 else 768)
 
 
@@ -88,10 +91,10 @@ def test_layout_of_fewer_bits_by_hand() -> None:
     assert offsets(layout) == {
         "gate_up.codes": 0,
         "gate_up.scales": 5760 * 1440,
-        "down.codes": 5760 * 1530,
-        "down.scales": 5760 * 1530 + 2880 * 1440,
-        "gate_up_bias": 8640 * 1530 + 128,  # up to a multiple of 256
-        "down_bias": 8640 * 1530 + 128 + 11_520,
+        "gate_up_bias": 5760 * 1530,
+        "down.codes": 5760 * 1530 + 11_520,
+        "down.scales": 5760 * 1530 + 11_520 + 2880 * 1440,
+        "down_bias": 8640 * 1530 + 11_520 + 128,  # up to a multiple of 256
     }
     assert layout.num_bytes == 13_236_736
     # 3 · 2048 · 768 values of 4.25 bits.

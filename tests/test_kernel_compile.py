@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,13 +113,14 @@ def quantized(form: WeightFormat, *shape: int) -> QuantizedMatrix:
 
 def experts(
     tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype, form: WeightFormat | None = None,
-    programs: int | None = None,
+    warps: int | None = None,
+    ready: Sequence[torch.Tensor] = (),
 ) -> None:  # fmt: skip
     slots, shapes = torch.zeros(tokens, top_k, dtype=torch.int32), ((2, 2 * size, hidden), (2, hidden, size))
     gate_up, down = (quantized(form, *s) if form else torch.ones(s, dtype=dtype) for s in shapes)
     biases = tuple(torch.ones(s[:2], dtype=dtype) if kind == "swiglu_clamped" else None for s in shapes)
     x, options = torch.ones(tokens, hidden, dtype=dtype), (kind, 7.0, 1.702)
-    out = expert_gemm(x, slots, gate_up, down, *biases, *options, programs=programs)
+    out = expert_gemm(x, slots, gate_up, down, *biases, *options, warps=warps, ready=ready)
     combine(out, torch.ones(tokens, top_k))
 
 
@@ -144,14 +145,16 @@ def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype, form: Wei
     linear(torch.ones(1, hidden, dtype=dtype), weight, bias, norm_weight, 1e-6)
 
 
-def fetching(is_speculative: bool, record_words: int = 2_359_296, first: int = 0, **options: int) -> None:
-    """A list that is a row of a table and begins at element `first` of it."""
+def fetching(
+    is_speculative: bool, record_words: int = 2_359_296, first: int = 0, is_awaited: bool = False, **options: int
+) -> None:
+    """A list that is a row of a table and begins at element `first` of it; its first parts are awaited, or not."""
     ids, ticks = torch.zeros(20, dtype=torch.int32), torch.zeros(20, dtype=torch.int64)
     row, epochs = ids[first : first + 8], ticks[first : first + 8]
     fetch(
         row, row, epochs, ids[first : first + 1], row, ticks, 128, 4 * record_words,
         torch.empty(20, record_words, dtype=torch.int32), ticks, ticks, ticks[first : first + 1], is_speculative,
-        **options,
+        ready=ids[first : first + 1] if is_awaited else None, **options,
     )  # fmt: skip
 
 
@@ -159,10 +162,12 @@ def fetching(is_speculative: bool, record_words: int = 2_359_296, first: int = 0
 KNOWN_SPILLS = {
     ("attention-qwen3", "gfx1100", "bf16"),
     ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
+    ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes
     ("plan-qwen3", "sm_120", "bf16"),  # triton 3.6: 8 bytes of plan_prefetch, which nothing waits for
 }
 
 Case = Callable[[torch.dtype], None]
+WORDS = torch.zeros(2, 1, dtype=torch.int32).unbind()
 DECODE: dict[str, Case] = {
     "linear-qwen3-qkv": lambda dtype: dense(5120, 2048, True, dtype),
     "linear-qwen3-output": lambda dtype: dense(2048, 4096, False, dtype),
@@ -179,11 +184,13 @@ DECODE: dict[str, Case] = {
     "attention-qwen3": lambda dtype: attention(1, 32, 4, 128, None, dtype),
     "attention-gpt_oss": lambda dtype: attention(1, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype),
-    "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, programs=264),
+    "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056),
+    "experts-qwen3-ready": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056, ready=WORDS),
     "plan-qwen3": lambda _: plan(1, 8, 10, 128, 2048),
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
     "fetch-demand": lambda _: fetching(False),
     "fetch-speculative": lambda _: fetching(True),
+    "fetch-awaited": lambda _: fetching(True, is_awaited=True),
 }
 INT4 = WeightFormat("int4", 128, scale_dtype=torch.float16, has_zeros=True)
 INT8 = WeightFormat("int8", 32, scale_dtype=torch.bfloat16)
@@ -360,6 +367,29 @@ def test_lists_of_all_layers_are_fetched_by_one_kernel(compile_for: Callable[[st
     assert len({kernel.hash for kernel in kernels}) == 1
 
 
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_first_parts_are_published_before_launches_behind_begin(
+    compile_for: Callable[[str, Case, str], list[Any]],
+) -> None:
+    """By the fetch; and gate_up acquires, lets down begin, and awaits the fetch when it has computed."""
+    ptx = compile_for("sm_90", DECODE["fetch-awaited"], "bf16")[0].asm["ptx"]
+    steps = re.findall(r"griddepcontrol\.\w+|bar\.sync|atom\.global\.gpu\.(?:acq_rel|release)\.\w+\.\w+", ptx)
+    arrivals = [i for i, step in enumerate(steps) if step == "atom.global.gpu.acq_rel.add.u32"]
+    assert len(arrivals) == 3  # a record's, and that of first parts: within the list, or behind it
+    assert all(steps[i - 1] == "bar.sync" for i in arrivals)
+    assert steps.count("atom.global.gpu.release.exch.b32") == steps.count("griddepcontrol.launch_dependents") == 2
+    assert steps.index("griddepcontrol.wait") == 0
+    gate_up, *_ = compile_for("sm_90", DECODE["experts-qwen3-ready"], "bf16")
+    ptx = gate_up.asm["ptx"]
+    looks = [found.start() for found in re.finditer(r"ld\.global\.gpu\.acquire\.b32", ptx)]
+    begin, end = ptx.index("griddepcontrol.launch_dependents"), ptx.index("griddepcontrol.wait")
+    weights = [found.start() for found in re.finditer(r"ld\.global\S*evict_first\S*\.v4", ptx)]
+    assert len(looks) == 2
+    assert max(looks) < begin < min(weights)
+    assert max(weights) < end
+    assert "bar.sync" in ptx[looks[1] : min(weights)]
+
+
 def short_and_long() -> list[Any]:
     return [*SHORT, *(pytest.param(*pair, marks=pytest.mark.long) for pair in LONG)]
 
@@ -400,8 +430,11 @@ def test_quantized_decode_forms_compile_without_spills(
             assert re.search(r"(global|buffer)_load_(dwordx4|b128)", kernel.asm["amdgcn"])
 
 
-# Tiles for tensor cores: block_n of gate_up, of down, block_k, num_warps.
-DOT_TILES = [(8, 16, 256, 1), (16, 32, 512, 4), (16, 32, 512, 8), (8, 16, 1024, 4), (16, 32, 256, 4)]
+# Tiles for tensor cores: block_n of gate_up, of down, block_k, num_warps, steps ahead.
+DOT_TILES = [
+    (8, 16, 256, 1, 1), (16, 32, 512, 4, 1), (16, 32, 512, 8, 1), (8, 16, 1024, 4, 2), (16, 32, 256, 4, 2),
+    (8, 16, 512, 2, 3),
+]  # fmt: skip
 
 
 @pytest.fixture
@@ -410,10 +443,10 @@ def compile_dot(
 ) -> Callable[..., list[Any]]:
     """The two decode kernels of MXFP4 experts with a tile for tensor cores."""
 
-    def run(target: str, tile: tuple[int, int, int, int], name: str = "experts-gpt_oss-mxfp4") -> list[Any]:
-        *rows, block_k, num_warps = tile
+    def run(target: str, tile: tuple[int, ...], name: str = "experts-gpt_oss-mxfp4") -> list[Any]:
+        *rows, block_k, num_warps, ahead = tile
         configs = {
-            kernel: {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "dot": True}
+            kernel: {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "ahead": ahead, "dot": True}
             for kernel, block_n in zip(("expert_gate_up_decode", "expert_down_decode"), rows, strict=True)
         }
         monkeypatch.setattr(expert_gemm_module, "launch_config", lambda kernel, *_: configs[kernel])
@@ -431,7 +464,7 @@ def compile_dot(
     ids=str,
 )
 def test_dot_forms_compile_without_spills(
-    name: str, target: str, tile: tuple[int, int, int, int], compile_dot: Callable[..., list[Any]], tmp_path: Path
+    name: str, target: str, tile: tuple[int, ...], compile_dot: Callable[..., list[Any]], tmp_path: Path
 ) -> None:
     """Codes come 16 bytes a thread and go to the tensor cores from registers: only x and sums are in shared memory."""
     for kernel in compile_dot(target, tile, name):
@@ -447,7 +480,7 @@ def test_dot_forms_compile_without_spills(
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
 @pytest.mark.parametrize("tile", [DOT_TILES[0], DOT_TILES[2]], ids=str)
 def test_dot_of_down_asks_for_weights_before_it_waits(
-    tile: tuple[int, int, int, int], compile_dot: Callable[..., list[Any]]
+    tile: tuple[int, ...], compile_dot: Callable[..., list[Any]]
 ) -> None:
     """And for x, and stores, behind."""
     for kernel in compile_dot("sm_90", tile):

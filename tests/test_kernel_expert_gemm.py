@@ -12,6 +12,7 @@ from quantized_matrices import FORMATS, format_name, random_matrix
 
 from tritonmoe_kernels import expert_gemm as kernels
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm
+from tritonmoe_kernels.fetch_reference import READY
 from tritonmoe_kernels.quantized import MXFP4, Matrix, QuantizedMatrix, WeightFormat, dequantize
 from tritonmoe_kernels.references import combine_ref, expert_gemm_ref
 
@@ -111,14 +112,14 @@ def test_rows_of_absent_experts_stay(form: str) -> None:
     assert out.equal(run_poisoned(x, slot_ids, experts, form=form))
 
 
-@pytest.mark.parametrize("programs", [1, 7, 1000])
+@pytest.mark.parametrize("warps", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> None:
+def test_few_programs_make_the_same_bits(dtype: torch.dtype, warps: int) -> None:
     experts = make_experts(5, 36, 20, dtype, biases=True)
     x, slot_ids = randn(3, 36, dtype=dtype), random_slots(3, 4, 5)
     slot_ids[0, 2] = slot_ids[1] = -1
     absent = slot_ids < 0
-    out = run_poisoned(x, slot_ids, experts, programs=programs)
+    out = run_poisoned(x, slot_ids, experts, warps=warps)
     assert out[absent].isnan().all()
     assert out[~absent].equal(run_poisoned(x, slot_ids, experts)[~absent])
 
@@ -126,14 +127,48 @@ def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> N
 def test_few_programs_take_any_number_of_tokens() -> None:
     """More pairs than a step of the engine's has in the decode form."""
     experts, x, slot_ids = make_experts(5, 36, 20, torch.float32), randn(40, 36), random_slots(40, 2, 5)
-    out = run_poisoned(x, slot_ids, experts, form="decode", programs=7)
+    out = run_poisoned(x, slot_ids, experts, form="decode", warps=7)
     assert out.equal(run_poisoned(x, slot_ids, experts, form="decode"))
 
 
 def test_refuses_no_programs() -> None:
     slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="programs is 0"):
-        expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), programs=0)
+    with pytest.raises(ValueError, match="warps is 0"):
+        expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), warps=0)
+
+
+@pytest.mark.parametrize("words", [1, 2])
+def test_what_is_ready_makes_the_same_bits(words: int) -> None:
+    experts, x = make_experts(5, 36, 20, torch.float32), randn(3, 36)
+    ready = [torch.full((1,), READY, dtype=torch.int32, device=DEVICE) for _ in range(words)]
+    for slot_ids in (random_slots(3, 4, 5), torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)):
+        out = run_poisoned(x, slot_ids, experts, warps=7, ready=ready)
+        expected = run_poisoned(x, slot_ids, experts)
+        assert out.nan_to_num(7.0).equal(expected.nan_to_num(7.0))
+
+
+def test_nothing_absent_is_awaited() -> None:
+    """A word that nobody makes READY, where no expert is to be computed: what comes ends all the same."""
+    nobody = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    slot_ids = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
+    out = run_poisoned(randn(2, 16), slot_ids, make_experts(2, 16, 16, torch.float32), warps=7, ready=[nobody])
+    assert out.isnan().all()
+
+
+def test_refuses_ready_where_nothing_would_wait() -> None:
+    slot_ids, word = (
+        torch.zeros(1, 1, dtype=torch.int32, device=DEVICE),
+        torch.zeros(1, dtype=torch.int32, device=DEVICE),
+    )
+    experts, x = make_experts(2, 16, 16, torch.float32), randn(1, 16)
+    for options, message in (
+        ({"ready": [word]}, "ready is for the decode form with `warps`"),
+        ({"ready": [word], "warps": 7, "form": "prefill"}, "ready is for the decode form"),
+        ({"ready": [word] * 3, "warps": 7}, "two words at most"),
+        ({"ready": [word.long()], "warps": 7}, "ready is torch.int64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            expert_gemm(x, slot_ids, *experts, **options)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -316,11 +351,12 @@ class Tile(NamedTuple):
     block_n: int
     block_k: int
     num_warps: int
+    ahead: int = 1
     dot: bool = True
 
 
 # Rows and parts of columns that fill the tensor cores' 16 rows a warp several times, once, and not at all.
-TILES = [Tile(16, 1024, 1), Tile(32, 512, 4), Tile(64, 128, 4), Tile(8, 256, 2), Tile(4, 128, 4)]
+TILES = [Tile(16, 1024, 1), Tile(32, 512, 4, 2), Tile(64, 128, 4, 3), Tile(8, 256, 2), Tile(4, 128, 4, 9)]
 
 # What a tile with large scales makes before it is done again is nothing, and the interpreter's numpy says so.
 DISCARDED = pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered:RuntimeWarning")
@@ -415,8 +451,8 @@ def test_dot_makes_the_same_bits(take: Callable[[Tile], None], tile: Tile) -> No
     x, slot_ids = randn(2, 160, dtype=torch.bfloat16), random_slots(2, 3, 4)
     first = run_poisoned(x, slot_ids, experts)
     assert first.equal(run_poisoned(x, slot_ids, experts))
-    for programs in (1, 7, 1000):
-        assert first.equal(run_poisoned(x, slot_ids, experts, programs=programs))
+    for warps in (1, 7, 1000):
+        assert first.equal(run_poisoned(x, slot_ids, experts, warps=warps))
     order = torch.tensor([3, 0, 1, 2], device=DEVICE)
     moved = Experts(*(QuantizedMatrix(MXFP4, *(part[order] for part in matrix[1:3])) for matrix in experts[:2]))
     assert first.equal(run_poisoned(x, order.argsort()[slot_ids.long()].int(), moved))
@@ -445,7 +481,7 @@ def test_dot_is_for_bfloat16(take: Callable[[Tile], None], dtype: torch.dtype) -
     experts, slot_ids = make_quantized(MXFP4, 2, 64, 32), random_slots(1, 2, 2)
     x, outs = randn(1, 64, dtype=dtype), []
     for dot in (False, True):
-        take(Tile(8, 256, 1, dot))
+        take(Tile(8, 256, 1, dot=dot))
         outs.append(run_poisoned(x, slot_ids, experts))
     assert outs[0].equal(outs[1])
 
@@ -480,7 +516,9 @@ def test_quantized_full_size(
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 7, 16])
 @pytest.mark.parametrize(("hidden", "size"), [(2048, 768), (2880, 2880), (2816, 704)])
-@pytest.mark.parametrize("tile", [Tile(8, 1024, 4), Tile(16, 512, 4), Tile(16, 256, 1), Tile(32, 256, 8)], ids=str)
+@pytest.mark.parametrize(
+    "tile", [Tile(8, 1024, 4, 2), Tile(16, 512, 2, 3), Tile(16, 256, 1), Tile(32, 256, 8)], ids=str
+)
 def test_dot_full_size(take: Callable[[Tile], None], tile: Tile, hidden: int, size: int, tokens: int) -> None:
     take(tile)
     check_dot(tokens, hidden, size, CLAMPED, biases=True, absent=1)

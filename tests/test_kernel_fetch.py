@@ -17,7 +17,7 @@ from kernel_testing import DEVICE, KERNEL_MARKS, ON_GPU, generator
 from tritonmoe.memory import empty_tensor
 from tritonmoe.model import pinned_memory
 from tritonmoe_kernels.fetch import fetch
-from tritonmoe_kernels.fetch_reference import fetch_ref
+from tritonmoe_kernels.fetch_reference import READY, fetch_ref
 
 pytestmark = KERNEL_MARKS
 
@@ -81,6 +81,7 @@ class Case:
             "copy_epoch": table(current, torch.int64),
             "landed": table([-7] * self.num_slots, torch.int64),
             "moved": table([1000], torch.int64),
+            "ready": table([0], torch.int32),
         }
 
     def run(self, function: Callable[..., None], is_speculative: bool = False, **options: Any) -> None:
@@ -90,7 +91,7 @@ class Case:
             num_experts=experts,
             record_bytes=record_bytes,
             is_speculative=is_speculative,
-            **options,
+            **{"first_bytes": record_bytes // 512 * 256, **options},
         )
 
     def row(self, slot: int) -> torch.Tensor:
@@ -172,7 +173,7 @@ def test_random_lists(seed: int, pin: Pin) -> None:
 def test_tables_of_any_alignment(pin: Pin) -> None:
     """Lists are rows of tables; a row begins anywhere."""
     case = Case(pin(random_bytes(2, 3, 768)), 5, random_entries(3, 6, 5), refuted=(0,))
-    for name in ("keys", "slots", "epochs", "count", "arrivals", "moved"):
+    for name in ("keys", "slots", "epochs", "count", "arrivals", "moved", "ready"):
         tensor = case.tensors[name]
         case.tensors[name] = torch.cat([tensor[:1], tensor])[1:]
         assert case.tensors[name].data_ptr() % 16
@@ -193,6 +194,21 @@ def test_a_record_is_published_by_the_last_arrival_alone(pin: Pin) -> None:
     assert case.tensors["arrivals"].tolist() == [3, 4, 0]
     assert case.tensors["landed"][first[1]] == -7
     assert case.tensors["landed"][second[1]] == second[2]
+
+
+@pytest.mark.parametrize("is_speculative", [False, True])
+@pytest.mark.parametrize("first_bytes", [0, 256, 1280, 2816])
+@pytest.mark.parametrize("entries", [0, 2])
+def test_ready_counts_programs_once(first_bytes: int, entries: int, is_speculative: bool, pin: Pin) -> None:
+    """Wherever the first part ends, also for programs without a share of the list, or whose last record is dropped."""
+    case = Case(pin(random_bytes(1, 3, 2816)), 3, random_entries(entries, 3, 3), refuted=(1,) if entries else ())
+    case.tensors["ready"][0] = 100  # the last of so many more
+    case.run(fetch, is_speculative, programs=9, first_bytes=first_bytes, **SMALL)
+    assert case.tensors["ready"].tolist() == [109]
+    case.tensors["ready"].zero_()
+    case.tensors["arrivals"].zero_()
+    case.run(fetch, is_speculative, programs=9, first_bytes=first_bytes, **SMALL)
+    assert case.tensors["ready"].tolist() == [READY]
 
 
 def test_experts_far_from_the_base_of_their_layer(pin: Pin) -> None:
@@ -234,6 +250,9 @@ REFUSED: dict[str, dict[str, Any]] = {
     "copy_epoch has shape": {"copy_epoch": table([0, 0], torch.int64)},
     "landed has shape": {"landed": table([0, 0], torch.int64)},
     "moved is torch.int32": {"moved": table([0], torch.int32)},
+    "ready has shape": {"ready": table([0, 0], torch.int32)},
+    "first_bytes is 128, expected a multiple of 256 up to 512": {"first_bytes": 128},
+    "first_bytes is 768": {"first_bytes": 768},
     "num_experts is 0": {"num_experts": 0},
     "record_bytes is 384, expected a multiple of 256": {"record_bytes": 384},
     "a row of buffer has 512 bytes, expected those of a record, 256": {"record_bytes": 256},

@@ -76,10 +76,12 @@ def quantized_row_candidates(columns: int, most: int, chunk: int) -> Iterator[di
 def dot_candidates(columns: int, rows_of_a_unit: int) -> Iterator[dict[str, Any]]:
     """Decode forms of mxfp4 on tensor cores: tiles of 1, 2 or 4 times the 16 rows of parts that a warp multiplies."""
     whole = max(128, 1 << (columns - 1).bit_length())
-    for block_n, block_k, num_warps in itertools.product((2, 4, 8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8)):
-        stacked = block_n * rows_of_a_unit * block_k // 128
-        if block_k <= whole and stacked // (16 * num_warps) in (1, 2, 4):
-            yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "dot": True}
+    for block_n, block_k, num_warps, ahead in itertools.product(
+        (2, 4, 8, 16, 32, 64), (128, 256, 512, 1024), (1, 2, 4, 8), (1, 2, 3)
+    ):
+        stacked, steps = block_n * rows_of_a_unit * block_k // 128, -(-columns // block_k)
+        if block_k <= whole and stacked // (16 * num_warps) in (1, 2, 4) and ahead <= steps:
+            yield {"block_n": block_n, "block_k": block_k, "num_warps": num_warps, "ahead": ahead, "dot": True}
 
 
 def quantized_prefill_candidates() -> Iterator[dict[str, Any]]:

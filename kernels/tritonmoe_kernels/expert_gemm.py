@@ -21,6 +21,7 @@ over the grid: rows of a block are read from memory once, weights once for the f
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +30,7 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.fetch_reference import READY
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.mxfp4_dot import dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
@@ -49,6 +51,7 @@ from tritonmoe_kernels.weight_tiles import (
     tile_rows,
 )
 
+READY_WORD = tl.constexpr(READY)
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
@@ -87,6 +90,14 @@ def _tile_at(i, places, packed, tiles: tl.constexpr):
     return (found & 0x7FFFFFFF).to(tl.int32), found >> 32, i % tiles
 
 
+@triton.jit
+def _await_ready(ready_ptr):
+    """Wait for READY, and see what was stored before it. Whoever says so was on the device before this launch was."""
+    if ready_ptr is not None:
+        while tl.atomic_add(ready_ptr, 0, sem="acquire", scope="gpu") != READY_WORD:
+            pass
+
+
 @triton.jit(do_not_specialize=["num_pairs"])
 def _gate_up_decode_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
@@ -99,6 +110,7 @@ def _gate_up_decode_kernel(
     limit,
     alpha,
     num_pairs,  # where few programs share the tiles, or None
+    ready,  # no more than two [1] int32 to await instead of the launch before, or None
     BLOCK_PAIRS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -111,8 +123,9 @@ def _gate_up_decode_kernel(
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    await_inputs(PDL)
-    release_dependents(PDL)
+    if ready is None:
+        await_inputs(PDL)
+        release_dependents(PDL)
     if num_pairs is None:
         pair = tl.program_id(0)
         slot = tl.load(slot_ids_ptr + pair).to(tl.int64)
@@ -124,12 +137,19 @@ def _gate_up_decode_kernel(
     else:
         tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
         places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
+        if ready is not None:
+            if count > 0:
+                _await_ready(ready[0])
+                _await_ready(ready[1])
+            release_dependents(PDL)
         for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
             pair, slot, tile = _tile_at(i, places, packed, tiles)
             _gate_up_tile(
                 hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
                 limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
             )  # fmt: skip
+        if ready is not None:  # as launches behind this one expect, which await no other
+            await_inputs(PDL)
 
 
 @triton.jit
@@ -392,7 +412,8 @@ def expert_gemm(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    programs: int | None = None,
+    warps: int | None = None,
+    ready: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -400,9 +421,14 @@ def expert_gemm(
     biases [S, 2I] and [S, H]. Both matrices may be quantised, in one format. Slots may be any stride apart (records of
     a pool; a multiple of 16 elements, of 64 bytes of codes, keeps loads wide), each matrix is contiguous. `out`
     [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be passed in. `num_experts` as in
-    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `programs` is the most a launch
-    of the decode form has, where few experts are expected to be present: each looks for what there is to do. By default
-    it has one for each tile, thousands in all, whose start takes the device microseconds even if none has work.
+    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `warps` is the most a launch of
+    the decode form has, where few experts are expected to be present: each program looks for what there is to do. By
+    default there is one for each tile, thousands in all, whose start takes the device microseconds even if none has
+    work.
+
+    With `warps`, `ready` may be the words [1] int32, one or two, of those `fetch` launches of the same device that
+    bring experts of `slot_ids`, each with gate_up and its bias as first part. They must be what this launch depends on,
+    and nothing else may be that they did not wait for: it begins, and computes gate_up, while they still copy down.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
@@ -412,13 +438,17 @@ def expert_gemm(
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
-    if programs is not None and programs < 1:
-        raise ValueError(f"programs is {programs}, expected at least 1")
+    if warps is not None and warps < 1:
+        raise ValueError(f"warps is {warps}, expected at least 1")
+    if ready and (warps is None or form != "decode" or len(ready) > 2):
+        raise ValueError("ready is for the decode form with `warps`, and two words at most")
+    for word in ready:
+        check_tensor("ready", word, (1,), (torch.int32,), x.device)
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
-        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, programs)
-        _down_decode(slot_ids, down, down_bias, out, hidden, programs)
+        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, warps, ready)
+        _down_decode(slot_ids, down, down_bias, out, hidden, warps)
     else:
         name = _format_name(gate_up)
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device, name)
@@ -480,15 +510,15 @@ class _DecodeLaunch(NamedTuple):
 
 
 def _decode_launch(
-    kernel: str, x: torch.Tensor, slot_ids: torch.Tensor, matrix: Matrix, rows: int, columns: int, programs: int | None
+    kernel: str, x: torch.Tensor, slot_ids: torch.Tensor, matrix: Matrix, rows: int, columns: int, warps: int | None
 ) -> _DecodeLaunch:
     """Of a decode form whose tiles divide `rows`, over weights of `columns`."""
-    (tokens, top_k), num_pairs, weights = slot_ids.shape, slot_ids.numel(), operands(matrix)
+    tokens, num_pairs, weights = len(slot_ids), slot_ids.numel(), operands(matrix)
     launch = launch_config(kernel, x.dtype, (rows, columns), tokens, x.device, weights.layout.name)
     tiles, wanted = cdiv(rows, launch["block_n"]), launch["block_k"]
-    dot = dot_form(weights.layout, x, launch)
+    dot = dot_form(weights.layout, x, launch, columns)
     options = {
-        "BLOCK_PAIRS": 1 if programs is None else next_power_of_2(max(tokens, MAX_DECODE_TOKENS) * top_k),
+        "BLOCK_PAIRS": 1 if warps is None else next_power_of_2(num_pairs),
         "LAYOUT": weights.layout,
         "BLOCK_N": launch["block_n"],
         "BLOCK_K": step_columns(weights.layout, columns, wanted) if dot is None else dot_columns(columns, wanted),
@@ -498,14 +528,15 @@ def _decode_launch(
         **({} if dot is None else ONE_STAGE),
         **launch_options(x.device),
     }
-    if programs is None:
+    if warps is None:
         return _DecodeLaunch((num_pairs, tiles), None, weights, options)
-    return _DecodeLaunch((min(programs, num_pairs * tiles),), num_pairs, weights, options)
+    programs = min(max(1, warps // launch["num_warps"]), num_pairs * tiles)
+    return _DecodeLaunch((programs,), num_pairs, weights, options)
 
 
-def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, programs) -> None:
+def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, warps, ready) -> None:
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
-    launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, programs)
+    launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, warps)
     _gate_up_decode_kernel[launch.grid](
         hidden,
         x,
@@ -517,6 +548,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         limit,
         alpha,
         launch.num_pairs,
+        (*ready, None)[:2] if ready else None,
         TOP_K=slot_ids.shape[1],
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
@@ -525,9 +557,9 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
     )
 
 
-def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
+def _down_decode(slot_ids, down, bias, out, hidden, warps) -> None:
     hidden_size, intermediate = down.shape[1:]
-    launch = _decode_launch("expert_down_decode", hidden, slot_ids, down, hidden_size, intermediate, programs)
+    launch = _decode_launch("expert_down_decode", hidden, slot_ids, down, hidden_size, intermediate, warps)
     _down_decode_kernel[launch.grid](
         out,
         hidden,

@@ -14,6 +14,12 @@ Publication: a program that stored its part of a record arrives at the record's 
 copy's epoch to `landed`. Barrier, acquire-release count and release exchange make every program's stores visible to
 whoever reads that epoch with an acquire.
 
+What computes with the records may begin with their first part, and does while the rest of the last one is copied: a
+program that has stored its share of all first parts arrives at `ready`, of which the last makes READY, and lets
+dependent launches begin. These have no other way to know what is there: a launch that begins early sees nothing of
+what it depends on but by an acquire. They may wait for READY: they begin when all programs are on the device, which
+then wait for nobody. What wants whole records awaits the launch, as ever.
+
 A speculative record may be refuted while it is copied: then its slot's `copy_epoch` is no longer the entry's. Programs
 look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
 scalar atomic, as a load may be served from L1, and it is issued while the loads of a chunk are under way: its
@@ -29,10 +35,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tritonmoe_kernels.checks import check_tensor
-from tritonmoe_kernels.dependent_launch import await_inputs, launch_options
-from tritonmoe_kernels.fetch_reference import check_fetch
+from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
+from tritonmoe_kernels.fetch_reference import READY, check_fetch
 
+READY_WORD = tl.constexpr(READY)
 ACCESS_BYTES = 16
 WORD_BYTES = 4
 
@@ -70,10 +76,29 @@ def spin(word_ptr, turns):
     return unseen
 
 
+@triton.jit
+def _let_begin(ready_ptr, PDL: tl.constexpr):
+    """This program has stored its share of all first parts."""
+    if ready_ptr is not None:
+        tl.debug_barrier()
+        arrived = tl.atomic_add(ready_ptr, 1, sem="acq_rel", scope="gpu")
+        if arrived == tl.num_programs(0) - 1:
+            tl.atomic_xchg(ready_ptr, READY_WORD, sem="release", scope="gpu")
+        release_dependents(PDL)
+
+
 # Rows of tables have any alignment: told apart by it, each combination would be one more kernel to compile.
 @triton.jit(
-    do_not_specialize=["group", "delay"],
-    do_not_specialize_on_alignment=["keys_ptr", "slots_ptr", "epochs_ptr", "count_ptr", "arrivals_ptr", "moved_ptr"],
+    do_not_specialize=["group", "delay", "first_words"],
+    do_not_specialize_on_alignment=[
+        "keys_ptr",
+        "slots_ptr",
+        "epochs_ptr",
+        "count_ptr",
+        "arrivals_ptr",
+        "moved_ptr",
+        "ready_ptr",
+    ],
 )
 def _fetch_kernel(
     keys_ptr,  # [R] int32
@@ -86,15 +111,17 @@ def _fetch_kernel(
     copy_epoch_ptr,  # [S] int64
     landed_ptr,  # [S] int64
     moved_ptr,  # [1] int64
+    ready_ptr,  # [1] int32, or None
     num_experts,
     record_words,
+    first_words,
     group,
     delay,  # or None
     IS_SPECULATIVE: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Dependents are not let begin early: they would wait in the place of what computes.
+    # Dependents are not let begin before they have work: they would wait in the place of what computes.
     await_inputs(PDL)
     program, programs = tl.program_id(0), tl.num_programs(0)
     # Each entry is asked for before the record in front of it is copied, so that only the first one is waited for.
@@ -102,6 +129,7 @@ def _fetch_kernel(
     count = tl.load(count_ptr)
     num_chunks = tl.cdiv(record_words, CHUNK)
     words = tl.arange(0, CHUNK)
+    has_begun = 0
     moved_words = 0  # int32: a program moves less than 8 GB in a launch
     for entry in range(0, count):
         following = entry + 1
@@ -118,6 +146,9 @@ def _fetch_kernel(
         end = num_chunks
         looked = 0
         while chunk < end:
+            if (has_begun == 0) & (following == count) & (chunk * CHUNK >= first_words):
+                _let_begin(ready_ptr, PDL)
+                has_begun = 1
             if delay is not None:
                 chunk += spin(copy_epoch_ptr + slot, delay)
             offsets = chunk * CHUNK + words
@@ -135,6 +166,8 @@ def _fetch_kernel(
         if end >= 0:
             publish(arrivals_ptr + entry, landed_ptr + slot, epoch)
         key, slot, epoch = next_key, next_slot, next_epoch
+    if has_begun == 0:
+        _let_begin(ready_ptr, PDL)
     if moved_words > 0:
         tl.atomic_add(moved_ptr, moved_words.to(tl.int64) * 4, sem="relaxed", scope="gpu")
 
@@ -158,6 +191,8 @@ def fetch(
     chunks_per_look: int = 2,
     num_warps: int = 4,
     delay: int = 0,
+    ready: torch.Tensor | None = None,
+    first_bytes: int = 0,
 ) -> None:
     """Copy the first `count` listed records into their slots and publish each one's epoch in `landed`.
 
@@ -171,12 +206,17 @@ def fetch(
     program looks before it stores the first of `chunks_per_look` chunks. Of a dropped record `arrivals` stays below
     `programs`, `moved` has the part that was copied, and `landed` is as it was.
 
+    `ready` [1] int32, zero for each launch, is READY once the first `first_bytes` of every record are in their slots,
+    or the record is dropped; then launches that depend on this one may begin.
+
     `programs` and tiles change nothing but speed, and no program waits for another. `delay` (tests) spins about as many
     microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists of any
     length, position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
     """
-    check_fetch(keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed)
-    check_tensor("moved", moved, (1,), (torch.int64,), buffer.device)
+    check_fetch(
+        keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
+        ready, first_bytes,
+    )  # fmt: skip
     if buffer.data_ptr() % ACCESS_BYTES:
         raise ValueError(f"buffer is at an address that is no multiple of {ACCESS_BYTES}")
     if chunk_words & (chunk_words - 1) or chunk_words * WORD_BYTES < ACCESS_BYTES * 32 * num_warps:
@@ -197,8 +237,10 @@ def fetch(
         copy_epoch,
         landed,
         moved,
+        ready,
         num_experts,
         record_bytes // WORD_BYTES,
+        first_bytes // WORD_BYTES,
         chunks_per_look,
         delay or None,
         IS_SPECULATIVE=is_speculative,

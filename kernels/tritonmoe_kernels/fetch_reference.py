@@ -8,7 +8,8 @@ import torch
 
 from tritonmoe_kernels.checks import check_tensor
 
-RECORD_ALIGNMENT = 256  # bytes: what expert stores align records to
+RECORD_ALIGNMENT = 256  # bytes: what expert stores align records and their parts to
+READY = -1  # of a list whose records' first parts are in their slots
 
 
 def fetch_ref(
@@ -30,13 +31,17 @@ def fetch_ref(
     chunks_per_look: int = 2,
     num_warps: int = 4,
     delay: int = 0,
+    ready: torch.Tensor | None = None,
+    first_bytes: int = 0,
 ) -> None:
     """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.
 
     `programs` is what `arrivals` counts up to; tiles and `delay` change nothing.
     """
-    check_fetch(keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed)
-    check_tensor("moved", moved, (1,), (torch.int64,), buffer.device)
+    check_fetch(
+        keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
+        ready, first_bytes,
+    )  # fmt: skip
     rows = buffer.view(torch.uint8)
     for entry in range(int(count)):
         slot, epoch = int(slots[entry]), int(epochs[entry])
@@ -48,6 +53,8 @@ def fetch_ref(
         arrivals[entry] += programs
         landed[slot] = epoch
         moved += record_bytes
+    if ready is not None:
+        ready.fill_(READY)
 
 
 def check_fetch(
@@ -62,6 +69,9 @@ def check_fetch(
     buffer: torch.Tensor,
     copy_epoch: torch.Tensor,
     landed: torch.Tensor,
+    moved: torch.Tensor,
+    ready: torch.Tensor | None,
+    first_bytes: int,
 ) -> None:
     """Check what `fetch` and its reference share."""
     device, size = buffer.device, len(keys)
@@ -75,12 +85,18 @@ def check_fetch(
         ("layer_base", layer_base, (None,), torch.int64),
         ("copy_epoch", copy_epoch, (len(buffer),), torch.int64),
         ("landed", landed, (len(buffer),), torch.int64),
+        ("moved", moved, (1,), torch.int64),
+        *([] if ready is None else [("ready", ready, (1,), torch.int32)]),
     ):
         check_tensor(name, tensor, shape, (dtype,), device)
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if record_bytes < 1 or record_bytes % RECORD_ALIGNMENT:
         raise ValueError(f"record_bytes is {record_bytes}, expected a multiple of {RECORD_ALIGNMENT}")
+    if first_bytes % RECORD_ALIGNMENT or not 0 <= first_bytes <= record_bytes:
+        raise ValueError(
+            f"first_bytes is {first_bytes}, expected a multiple of {RECORD_ALIGNMENT} up to {record_bytes}"
+        )
     row_bytes = buffer.shape[1] * buffer.element_size()
     if row_bytes != record_bytes:
         raise ValueError(f"a row of buffer has {row_bytes} bytes, expected those of a record, {record_bytes}")

@@ -4,7 +4,7 @@
 at a time become bfloat16 numbers, and their products are the tensor cores' work. Counted in the assembler's code
 (sm_90, triton 3.6 and 3.9, a step of the loop with all that is around the weights), instructions a weight by rows of a
 tile and warps: 2.7 at 128 and 4, 2.8 at 64 and 4, 2.9 at 32 and 1; 2.1 of them make the numbers. On an H200 4 experts
-of 2880 x 2880 take 25.5 us where 27.8 were, 8 of 768 x 2048 11.1 where 11.9 were (docs/log.md).
+of 2880 x 2880 take 22.9 us where 27.8 were, 8 of 768 x 2048 10.4 where 11.9 were (docs/log.md).
 
 The tile. A row of a step has BLOCK_K columns in parts of 128, and what is multiplied is [rows · parts, 128] by
 [128, parts]: column p of the second factor is x of part p. Of the result [rows · parts, width] the number of a row's
@@ -36,7 +36,7 @@ import triton.language as tl
 
 from tritonmoe_kernels import launch_table
 from tritonmoe_kernels.dependent_launch import await_inputs, release_dependents
-from tritonmoe_kernels.tiles import next_power_of_2
+from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 from tritonmoe_kernels.weight_tiles import Layout, fetch_weights, load_columns
 
 PART = 128  # columns: four threads' loads
@@ -51,6 +51,7 @@ class Dot(NamedTuple):
     dtype: str  # bfloat16 on NVIDIA's GPUs; float32 interpreted, without assembler
     warps: int
     width: int
+    ahead: int  # steps under way behind the one that is multiplied
 
 
 def dot_columns(columns: int, wanted: int) -> int:
@@ -58,15 +59,19 @@ def dot_columns(columns: int, wanted: int) -> int:
     return max(PART, min(wanted, next_power_of_2(columns), MOST_COLUMNS))
 
 
-def dot_form(layout: Layout, x: torch.Tensor, launch: dict[str, Any]) -> Dot | None:
-    """How a launch with `"dot": true` multiplies; None where tensor cores are not asked for or cannot do it."""
+def dot_form(layout: Layout, x: torch.Tensor, launch: dict[str, Any], columns: int) -> Dot | None:
+    """How a launch with `"dot": true` multiplies rows of so many columns; None where tensor cores are not asked for or
+    cannot do it."""
     if not launch.get("dot") or layout.name != "mxfp4" or x.dtype != torch.bfloat16:
         return None
     architecture = launch_table.architecture(x.device)
     dtype = "float32" if architecture == "cpu" else "bfloat16" if architecture.startswith("sm_") else None
     warps = launch["num_warps"]
+    if dtype is None:
+        return None
+    steps = cdiv(columns, dot_columns(columns, launch["block_k"]))
     # Four warps multiply together on sm_90, and triton 3.6 lets them do it from 16 columns on.
-    return None if dtype is None else Dot(dtype, warps, 16 if warps >= 4 else 8)
+    return Dot(dtype, warps, 16 if warps >= 4 else 8, min(launch.get("ahead", 1), steps))
 
 
 @triton.jit
@@ -75,45 +80,69 @@ def rows_times_x(
     DOT: tl.constexpr, EVICT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A slot's rows first + rows times x, in float32: [rows]. Asks for weights before it waits for x."""
-    words, scales = fetch_weights(parts, strides, slot, first, rows, 0, LAYOUT, COLUMNS, BLOCK_K, EVICT)
+    queue = _first_steps(parts, strides, slot, first, rows, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT)
     await_inputs(PDL)
     release_dependents(PDL)
     sums, largest = _accumulate(
-        words, scales, parts, strides, slot, first, rows, x_ptr, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT, False
+        queue, parts, strides, slot, first, rows, x_ptr, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT, False
     )
     if largest > LARGEST_SCALE:
-        words, scales = fetch_weights(parts, strides, slot, first, rows, 0, LAYOUT, COLUMNS, BLOCK_K, EVICT)
+        queue = _first_steps(parts, strides, slot, first, rows, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT)
         sums, largest = _accumulate(
-            words, scales, parts, strides, slot, first, rows, x_ptr, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT, True
+            queue, parts, strides, slot, first, rows, x_ptr, LAYOUT, COLUMNS, BLOCK_K, DOT, EVICT, True
         )
     return sums
 
 
 @triton.jit
+def _first_steps(
+    parts, strides, slot, first, rows, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_K: tl.constexpr,
+    DOT: tl.constexpr, EVICT: tl.constexpr,
+):  # fmt: skip
+    """Words and scales of the first steps, in turn, in one tuple."""
+    AHEAD: tl.constexpr = DOT.ahead
+    queue = fetch_weights(parts, strides, slot, first, rows, 0, LAYOUT, COLUMNS, BLOCK_K, EVICT)
+    for step in tl.static_range(1, AHEAD):
+        queue = queue + fetch_weights(
+            parts, strides, slot, first, rows, step * BLOCK_K, LAYOUT, COLUMNS, BLOCK_K, EVICT
+        )
+    return queue
+
+
+@triton.jit
 def _accumulate(
-    words, scales, parts, strides, slot, first, rows, x_ptr, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr,
+    queue, parts, strides, slot, first, rows, x_ptr, LAYOUT: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK_K: tl.constexpr, DOT: tl.constexpr, EVICT: tl.constexpr, ANY_SCALE: tl.constexpr,
 ):  # fmt: skip
-    """From the first step's words and scales on: sums [rows], and the largest scale there was.
+    """From the words and scales of the first steps on: sums [rows], and the largest scale there was.
 
-    A step's weights are asked for before those of the step before it are multiplied.
+    A step's weights are asked for when the one so many steps before it is multiplied.
     """
+    STEPS: tl.constexpr = (COLUMNS + BLOCK_K - 1) // BLOCK_K
+    AHEAD: tl.constexpr = DOT.ahead
     PARTS: tl.constexpr = BLOCK_K // PART_COLUMNS
     ROWS: tl.constexpr = rows.shape[0]
     WIDTH: tl.constexpr = DOT.width
     sums = tl.zeros([ROWS * PARTS, WIDTH], dtype=tl.float32)
-    largest = scales
-    LAST: tl.constexpr = (COLUMNS - 1) // BLOCK_K * BLOCK_K
+    largest = queue[1]
     x = _load_x(x_ptr, 0, COLUMNS, BLOCK_K, DOT)
-    for start in tl.range(BLOCK_K, LAST + BLOCK_K, BLOCK_K, loop_unroll_factor=2):
-        next_words, next_scales = fetch_weights(
-            parts, strides, slot, first, rows, start, LAYOUT, COLUMNS, BLOCK_K, EVICT
+    for step in tl.range(0, STEPS - AHEAD, loop_unroll_factor=max(AHEAD, 2)):
+        fetched = fetch_weights(
+            parts, strides, slot, first, rows, (step + AHEAD) * BLOCK_K, LAYOUT, COLUMNS, BLOCK_K, EVICT
         )
-        next_x = _load_x(x_ptr, start, COLUMNS, BLOCK_K, DOT)
+        next_x = _load_x(x_ptr, (step + 1) * BLOCK_K, COLUMNS, BLOCK_K, DOT)
+        sums = _add_products(sums, queue[0], queue[1], x, DOT, ANY_SCALE)
+        largest = tl.maximum(largest, queue[1])
+        queue = queue[2:] + fetched
+        x = next_x
+    for step in tl.static_range(STEPS - AHEAD, STEPS):
+        words, scales, next_x = queue[0], queue[1], x
+        queue = queue[2:]
+        if step + 1 < STEPS:
+            next_x = _load_x(x_ptr, (step + 1) * BLOCK_K, COLUMNS, BLOCK_K, DOT)
         sums = _add_products(sums, words, scales, x, DOT, ANY_SCALE)
-        words, scales, x = next_words, next_scales, next_x
         largest = tl.maximum(largest, scales)
-    sums = _add_products(sums, words, scales, x, DOT, ANY_SCALE)
+        x = next_x
     part = tl.arange(0, PARTS)[None, :, None]
     own = part == tl.arange(0, WIDTH)[None, None, :]
     sums = _swap_rows(sums, DOT, True).reshape(ROWS, PARTS, WIDTH)

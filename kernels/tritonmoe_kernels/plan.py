@@ -497,6 +497,7 @@ def _plan_demand_kernel(
         all_slots = tl.maximum(slots, new_slots)
         if taken < wanted:
             tl.store(state.header + ERROR, 1)
+    tl.store(state.demand_ready + layer, 0)
     tl.store(state.num_demand + layer, taken)
     is_used = is_first & (all_slots >= 0)
     if IS_LFU:
@@ -702,6 +703,7 @@ def _plan_prefetch_kernel(
     tl.store(state.prefetch_slot + entries, new_slots, mask=is_placed)
     tl.store(state.prefetch_epoch + entries, epoch, mask=is_placed)
     tl.store(state.prefetch_arrivals + entries, 0, mask=is_placed)
+    tl.store(state.prefetch_ready + layer, 0)
     tl.store(state.num_prefetch + layer, taken)
     tl.store(state.num_guesses + layer, num_guesses + num_kept + taken)
     tl.store(prefetched_ptr, prefetched + taken)

@@ -2,7 +2,7 @@
 
 The rules are those of the engine's slot pool, as a captured decode step can follow them without the host. One tick is
 one call of `plan_demand`; the first has number 1. Everything here is written by one chain of launches but `landed`, the
-arrivals and the two byte counters, which the fetch kernels beside that chain write.
+arrivals, what is ready and the two byte counters, which the fetch kernels beside that chain write.
 
 A copy planned at tick t has epoch 2t on demand, and 2t + 1 where it was foretold for the layer whose tick t will be.
 A slot is resident when it has a key and its `landed` is its `copy_epoch`. Its score says how soon it is given away:
@@ -86,11 +86,13 @@ class PlannerState(NamedTuple):
     demand_slot: torch.Tensor  # [L, T·K] int32
     demand_epoch: torch.Tensor  # [L, T·K] int64
     demand_arrivals: torch.Tensor  # [L, T·K] int32: zeroed for what is listed
+    demand_ready: torch.Tensor  # [L] int32: zeroed with each list
     num_demand: torch.Tensor  # [L] int32
     prefetch_key: torch.Tensor  # [L, T·M] int32
     prefetch_slot: torch.Tensor  # [L, T·M] int32
     prefetch_epoch: torch.Tensor  # [L, T·M] int64
     prefetch_arrivals: torch.Tensor  # [L, T·M] int32: zeroed for what is listed
+    prefetch_ready: torch.Tensor  # [L] int32: zeroed with each list
     num_prefetch: torch.Tensor  # [L] int32
     limit: torch.Tensor  # [L] int32: the most to prefetch for the layer at once, written by the host
     counters: torch.Tensor  # [L, 12] int64, by Counter
@@ -160,11 +162,13 @@ class PlannerState(NamedTuple):
             demand_slot=full(num_layers, routed),
             demand_epoch=full64(num_layers, routed),
             demand_arrivals=full(num_layers, routed),
+            demand_ready=full(num_layers),
             num_demand=full(num_layers),
             prefetch_key=full(num_layers, foretold),
             prefetch_slot=full(num_layers, foretold),
             prefetch_epoch=full64(num_layers, foretold),
             prefetch_arrivals=full(num_layers, foretold),
+            prefetch_ready=full(num_layers),
             num_prefetch=full(num_layers),
             limit=full(num_layers, value=NO_LIMIT),
             counters=full64(num_layers, len(Counter)),

@@ -6,6 +6,8 @@ a launch needs are accepted and not used. The formulas themselves are in referen
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -228,7 +230,8 @@ def expert_gemm_ref(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    programs: int | None = None,
+    warps: int | None = None,
+    ready: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """`expert_gemm` in float32 torch, rounded once; arguments from `hidden` on change nothing."""
     present = (slot_ids >= 0)[..., None]

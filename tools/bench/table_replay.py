@@ -231,7 +231,9 @@ def partly(fetch: Callable[..., None], beside: torch.Tensor) -> Callable[..., No
     """A fetch of records of the size of `beside`'s rows, written there instead of into the slots."""
 
     def fetch_part(*arguments: Any, **options: Any) -> None:
-        *lists, num_experts, _, _, copy_epoch, landed, moved = arguments
+        *lists, num_experts, record_bytes, _, copy_epoch, landed, moved = arguments
+        share = options["first_bytes"] / record_bytes
+        options["first_bytes"] = round(share * beside.shape[1] / RECORD_ALIGNMENT) * RECORD_ALIGNMENT
         fetch(*lists, num_experts, beside.shape[1], beside, copy_epoch, landed, moved, **options)
 
     return fetch_part

@@ -43,8 +43,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where the parts of an expert lie in its record of bytes: gate_up, down, then their biases, each at a multiple of
-    256 bytes. Nothing else that moves records knows in which format they are. The padding between parts is never read.
+    """Where the parts of an expert lie in its record of bytes: gate_up and its bias, then down and its, each at a
+    multiple of 256 bytes. Nothing else that moves records knows in which format they are. The padding between parts is
+    never read.
 
     A matrix in fewer bits is several parts, its codes, scales and zero points. Biases are always in `dtype`.
     """
@@ -77,8 +78,8 @@ class RecordLayout:
                 wanted[name] = shape, self.dtype
             else:
                 wanted |= {f"{name}.{field}": part for field, part in self.format.shapes(*shape).items()}
-        if self.has_bias:
-            wanted |= {"gate_up_bias": ((rows,), self.dtype), "down_bias": ((hidden,), self.dtype)}
+            if self.has_bias:
+                wanted[f"{name}_bias"] = shape[:1], self.dtype
         found: dict[str, Part] = {}
         end = 0
         for name, (shape, dtype) in wanted.items():
@@ -90,6 +91,11 @@ class RecordLayout:
     def num_bytes(self) -> int:
         """From one record to the next, a multiple of 256."""
         return _aligned(max(part.end for part in self.parts.values()))
+
+    @property
+    def first_bytes(self) -> int:
+        """Of a record, what gate_up and its bias take: its beginning."""
+        return next(part.offset for name, part in self.parts.items() if name.startswith("down"))
 
     def views(self, buffer: torch.Tensor) -> ExpertWeights:
         """The parts of all records of `buffer` [S, num_bytes] uint8, as strided views [S, …] of it."""

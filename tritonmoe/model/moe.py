@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -157,11 +157,12 @@ class Experts:
         slot_ids: torch.Tensor,
         slots: ExpertWeights,
         out: torch.Tensor,
-        programs: int | None = None,
+        warps: int | None = None,
+        ready: Sequence[torch.Tensor] = (),
     ) -> None:
         """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
 
-        `programs` as in `expert_gemm`, for slots of which few are expected.
+        `warps` and `ready` as in `expert_gemm`, for slots of which few are expected.
         """
         spec, _ = self._moe(layer_id)
         self._ops.expert_gemm(
@@ -176,7 +177,8 @@ class Experts:
             spec.swiglu_alpha,
             out,
             num_experts=spec.num_experts,
-            programs=programs,
+            warps=warps,
+            ready=ready,
         )
 
     def _moe(self, layer_id: int) -> tuple[MoeSpec, MoeWeights]:

@@ -8,6 +8,8 @@ Five branches of one captured step, T tokens:
     prefetch  after plan_prefetch and [demand(l)]: what is foretold for l + 1
     late      after [demand(l)] and [prefetch(l)], which the layer before began: experts that were missing
 
+late begins before these two have ended: its gate_up runs while their last record's down is copied.
+
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step. Demand has a branch of its own so that none of it is between two
 layers' prefetches when these keep the link busy.
@@ -79,7 +81,7 @@ class DeviceScheduler:
         """`buffer` [S, N] are the slots; `addresses` says where a layer's records begin for the device."""
         self._ops, self._buffer, self._policy, self._tables = ops, buffer, policy, tables
         self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
-        self._record_bytes = store.layout.num_bytes
+        self._record_bytes, self._first_bytes = store.layout.num_bytes, store.layout.first_bytes
         self._top_k = max(moe.num_experts_per_tok for moe in spec.moe_layers.values())
         self.batch, self._moe_layers = batch, list(spec.moe_layers)
         most = 0 if policy.predictor == "none" else min(self._num_experts, self._top_k + policy.candidates)
@@ -110,7 +112,7 @@ class DeviceScheduler:
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
-        self._foretold_done: dict[int, object] = {}  # by layer, when what was fetched ahead for it is complete
+        self._ahead_of: dict[int, _Launch] = {}  # by layer, what was fetched ahead for it last
         self._kept: object = None  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
@@ -142,7 +144,7 @@ class DeviceScheduler:
         self._foretold.clear()
         for branch in self._branches:
             branch.reset()
-        self._foretold_done.clear()
+        self._ahead_of.clear()
         self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
@@ -281,12 +283,16 @@ class DeviceScheduler:
         return ids
 
     @contextlib.contextmanager
-    def behind_copies(self, layer_id: int) -> Iterator[None]:
+    def behind_copies(self, layer_id: int) -> Iterator[list[torch.Tensor]]:
         """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
-        done; what follows finds it done."""
+        done; what follows finds it done. The first launch may begin when the words that are yielded are READY, as
+        `expert_gemm` does."""
+        copies = [_Launch(self._demand.done, self.state.demand_ready[layer_id : layer_id + 1])]
+        if layer_id in self._ahead_of:
+            copies.append(self._ahead_of.pop(layer_id))
         try:
-            with self._late.fork(self._demand.done, self._foretold_done.pop(layer_id, None)):
-                yield
+            with self._late.fork(*(copy.done for copy in copies)):
+                yield [copy.ready for copy in copies]
         except BaseException:
             self._late.abandon()  # before anything that it writes to is freed
             raise
@@ -313,7 +319,7 @@ class DeviceScheduler:
                 self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
             with self._prefetch.fork(self._side.done, self._demand.done):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
-            self._foretold_done[target] = self._prefetch.done
+            self._ahead_of[target] = _Launch(self._prefetch.done, state.prefetch_ready[target : target + 1])
         with self._side.fork():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
@@ -342,7 +348,14 @@ class DeviceScheduler:
 
     def _other_list(self) -> PlannerState:
         """The same state with a prefetch list of its own."""
-        names = ("prefetch_key", "prefetch_slot", "prefetch_epoch", "prefetch_arrivals", "num_prefetch")
+        names = (
+            "prefetch_key",
+            "prefetch_slot",
+            "prefetch_epoch",
+            "prefetch_arrivals",
+            "prefetch_ready",
+            "num_prefetch",
+        )
         return self.state._replace(**{name: torch.zeros_like(getattr(self.state, name)) for name in names})
 
     def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
@@ -360,7 +373,16 @@ class DeviceScheduler:
             state.landed,
             state.counters[layer_id, column : column + 1],
             is_speculative=kind == "prefetch",
+            ready=getattr(state, f"{kind}_ready")[counted],
+            first_bytes=self._first_bytes,
         )
+
+
+class _Launch(NamedTuple):
+    """Of a fetch: when it is complete, and the word that says that first parts are there."""
+
+    done: object
+    ready: torch.Tensor
 
 
 class _Branch:
