@@ -162,7 +162,8 @@ def fetching(
 KNOWN_SPILLS = {
     ("attention-qwen3", "gfx1100", "bf16"),
     ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
-    ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes
+    ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes, as the next
+    ("experts-qwen3-ready-1", "sm_90", "fp32"),
     ("plan-qwen3", "sm_120", "bf16"),  # triton 3.6: 8 bytes of plan_prefetch, which nothing waits for
 }
 
@@ -185,6 +186,7 @@ DECODE: dict[str, Case] = {
     "attention-gpt_oss": lambda dtype: attention(1, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype),
     "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056),
+    "experts-qwen3-ready-1": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056, ready=WORDS[:1]),
     "experts-qwen3-ready": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056, ready=WORDS),
     "plan-qwen3": lambda _: plan(1, 8, 10, 128, 2048),
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),

@@ -110,7 +110,8 @@ def _gate_up_decode_kernel(
     limit,
     alpha,
     num_pairs,  # where few programs share the tiles, or None
-    ready,  # no more than two [1] int32 to await instead of the launch before, or None
+    ready_ptr,  # [1] int32 to await instead of the launch before, or None
+    other_ready_ptr,  # one more, or None
     BLOCK_PAIRS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -123,7 +124,7 @@ def _gate_up_decode_kernel(
     EVICT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    if ready is None:
+    if ready_ptr is None:
         await_inputs(PDL)
         release_dependents(PDL)
     if num_pairs is None:
@@ -137,10 +138,10 @@ def _gate_up_decode_kernel(
     else:
         tiles: tl.constexpr = (INTERMEDIATE + BLOCK_N - 1) // BLOCK_N
         places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
-        if ready is not None:
+        if ready_ptr is not None:
             if count > 0:
-                _await_ready(ready[0])
-                _await_ready(ready[1])
+                _await_ready(ready_ptr)
+                _await_ready(other_ready_ptr)
             release_dependents(PDL)
         for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
             pair, slot, tile = _tile_at(i, places, packed, tiles)
@@ -148,7 +149,7 @@ def _gate_up_decode_kernel(
                 hidden_ptr, x_ptr, pair, slot, tile * BLOCK_N, gate_up, bias_ptr, strides_ws, stride_bs,
                 limit, alpha, TOP_K, HIDDEN, INTERMEDIATE, KIND, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT,
             )  # fmt: skip
-        if ready is not None:  # as launches behind this one expect, which await no other
+        if ready_ptr is not None:  # as launches behind this one expect, which await no other
             await_inputs(PDL)
 
 
@@ -548,7 +549,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, warp
         limit,
         alpha,
         launch.num_pairs,
-        (*ready, None)[:2] if ready else None,
+        *(*ready, None, None)[:2],
         TOP_K=slot_ids.shape[1],
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,
