@@ -51,6 +51,7 @@ from tritonmoe_kernels.weight_tiles import (
     tile_rows,
 )
 
+EARLY_WARPS = 528  # of a gate_up that runs beside a fetch, which more would slow down
 READY_WORD = tl.constexpr(READY)
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
@@ -228,10 +229,10 @@ def _down_decode_kernel(
             INTERMEDIATE, LAYOUT, BLOCK_N, BLOCK_K, DOT, EVICT, PDL,
         )  # fmt: skip
     else:
+        tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
+        places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)  # written long before, as above
         await_inputs(PDL)
         release_dependents(PDL)
-        tiles: tl.constexpr = (HIDDEN + BLOCK_N - 1) // BLOCK_N
-        places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
         for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
             pair, slot, tile = _tile_at(i, places, packed, tiles)
             _down_tile(
@@ -537,6 +538,8 @@ def _decode_launch(
 
 def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, warps, ready) -> None:
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
+    if ready:
+        warps = min(warps, EARLY_WARPS)
     launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, warps)
     _gate_up_decode_kernel[launch.grid](
         hidden,
