@@ -1,14 +1,15 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Five branches of one captured step, T tokens:
+Four branches of one captured step, T tokens:
 
     main      router(l) -> plan_demand(l) -> experts that are there -> [late(l)] -> combine -> …
     side      after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
     demand    after plan_demand(l): what is missing and not on its way
     prefetch  after plan_prefetch and [demand(l)]: what is foretold for l + 1
-    late      after [demand(l)] and [prefetch(l)], which the layer before began: experts that were missing
+              late(l), behind prefetch(l), which the layer before began, too: experts that were missing
 
-late begins before these two have ended: its gate_up runs while their last record's down is copied.
+late begins before these two have ended: its gate_up runs while their last record's down is copied. It is in the branch
+of the one, as a launch begins early behind its own branch, and not always behind another.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step. Demand has a branch of its own so that none of it is between two
@@ -105,8 +106,8 @@ class DeviceScheduler:
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         # Before the main branch, whose next kernel has enough programs to keep others waiting.
-        self._side, self._demand, self._prefetch, self._late = (_branch(device, priority=-1) for _ in range(4))
-        self._branches = self._side, self._demand, self._prefetch, self._late
+        self._side, self._demand, self._prefetch = (_branch(device, priority=-1) for _ in range(3))
+        self._branches = self._side, self._demand, self._prefetch
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -291,12 +292,12 @@ class DeviceScheduler:
         if layer_id in self._ahead_of:
             copies.append(self._ahead_of.pop(layer_id))
         try:
-            with self._late.fork(*(copy.done for copy in copies)):
+            with self._demand.fork(*(copy.done for copy in copies)):
                 yield [copy.ready for copy in copies]
         except BaseException:
-            self._late.abandon()  # before anything that it writes to is freed
+            self._demand.abandon()  # before anything that it writes to is freed
             raise
-        self._late.join()
+        self._demand.join()
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput) -> Iterator[None]:
