@@ -113,14 +113,14 @@ def quantized(form: WeightFormat, *shape: int) -> QuantizedMatrix:
 
 def experts(
     tokens: int, top_k: int, hidden: int, size: int, kind: str, dtype: torch.dtype, form: WeightFormat | None = None,
-    warps: int | None = None,
+    programs: int | None = None,
     ready: Sequence[torch.Tensor] = (),
 ) -> None:  # fmt: skip
     slots, shapes = torch.zeros(tokens, top_k, dtype=torch.int32), ((2, 2 * size, hidden), (2, hidden, size))
     gate_up, down = (quantized(form, *s) if form else torch.ones(s, dtype=dtype) for s in shapes)
     biases = tuple(torch.ones(s[:2], dtype=dtype) if kind == "swiglu_clamped" else None for s in shapes)
     x, options = torch.ones(tokens, hidden, dtype=dtype), (kind, 7.0, 1.702)
-    out = expert_gemm(x, slots, gate_up, down, *biases, *options, warps=warps, ready=ready)
+    out = expert_gemm(x, slots, gate_up, down, *biases, *options, programs=programs, ready=ready)
     combine(out, torch.ones(tokens, top_k))
 
 
@@ -185,9 +185,9 @@ DECODE: dict[str, Case] = {
     "attention-qwen3": lambda dtype: attention(1, 32, 4, 128, None, dtype),
     "attention-gpt_oss": lambda dtype: attention(1, 64, 8, 64, 128, dtype),
     "experts-qwen3": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype),
-    "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056),
-    "experts-qwen3-ready-1": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056, ready=WORDS[:1]),
-    "experts-qwen3-ready": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, warps=1056, ready=WORDS),
+    "experts-qwen3-late": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, programs=264),
+    "experts-qwen3-ready-1": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, programs=264, ready=WORDS[:1]),
+    "experts-qwen3-ready": lambda dtype: experts(1, 8, 2048, 768, "silu", dtype, programs=264, ready=WORDS),
     "plan-qwen3": lambda _: plan(1, 8, 10, 128, 2048),
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
     "fetch-demand": lambda _: fetching(False),

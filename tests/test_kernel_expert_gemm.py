@@ -112,14 +112,14 @@ def test_rows_of_absent_experts_stay(form: str) -> None:
     assert out.equal(run_poisoned(x, slot_ids, experts, form=form))
 
 
-@pytest.mark.parametrize("warps", [1, 7, 1000])
+@pytest.mark.parametrize("programs", [1, 7, 1000])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_few_programs_make_the_same_bits(dtype: torch.dtype, warps: int) -> None:
+def test_few_programs_make_the_same_bits(dtype: torch.dtype, programs: int) -> None:
     experts = make_experts(5, 36, 20, dtype, biases=True)
     x, slot_ids = randn(3, 36, dtype=dtype), random_slots(3, 4, 5)
     slot_ids[0, 2] = slot_ids[1] = -1
     absent = slot_ids < 0
-    out = run_poisoned(x, slot_ids, experts, warps=warps)
+    out = run_poisoned(x, slot_ids, experts, programs=programs)
     assert out[absent].isnan().all()
     assert out[~absent].equal(run_poisoned(x, slot_ids, experts)[~absent])
 
@@ -127,14 +127,14 @@ def test_few_programs_make_the_same_bits(dtype: torch.dtype, warps: int) -> None
 def test_few_programs_take_any_number_of_tokens() -> None:
     """More pairs than a step of the engine's has in the decode form."""
     experts, x, slot_ids = make_experts(5, 36, 20, torch.float32), randn(40, 36), random_slots(40, 2, 5)
-    out = run_poisoned(x, slot_ids, experts, form="decode", warps=7)
+    out = run_poisoned(x, slot_ids, experts, form="decode", programs=7)
     assert out.equal(run_poisoned(x, slot_ids, experts, form="decode"))
 
 
 def test_refuses_no_programs() -> None:
     slot_ids = torch.zeros(1, 1, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match="warps is 0"):
-        expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), warps=0)
+    with pytest.raises(ValueError, match="programs is 0"):
+        expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), programs=0)
 
 
 @pytest.mark.parametrize("words", [1, 2])
@@ -142,7 +142,7 @@ def test_what_is_ready_makes_the_same_bits(words: int) -> None:
     experts, x = make_experts(5, 36, 20, torch.float32), randn(3, 36)
     ready = [torch.full((1,), READY, dtype=torch.int32, device=DEVICE) for _ in range(words)]
     for slot_ids in (random_slots(3, 4, 5), torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)):
-        out = run_poisoned(x, slot_ids, experts, warps=7, ready=ready)
+        out = run_poisoned(x, slot_ids, experts, programs=7, ready=ready)
         expected = run_poisoned(x, slot_ids, experts)
         assert out.nan_to_num(7.0).equal(expected.nan_to_num(7.0))
 
@@ -151,7 +151,7 @@ def test_nothing_absent_is_awaited() -> None:
     """A word that nobody makes READY, where no expert is to be computed: what comes ends all the same."""
     nobody = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slot_ids = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
-    out = run_poisoned(randn(2, 16), slot_ids, make_experts(2, 16, 16, torch.float32), warps=7, ready=[nobody])
+    out = run_poisoned(randn(2, 16), slot_ids, make_experts(2, 16, 16, torch.float32), programs=7, ready=[nobody])
     assert out.isnan().all()
 
 
@@ -162,10 +162,10 @@ def test_refuses_ready_where_nothing_would_wait() -> None:
     )
     experts, x = make_experts(2, 16, 16, torch.float32), randn(1, 16)
     for options, message in (
-        ({"ready": [word]}, "ready is for the decode form with `warps`"),
-        ({"ready": [word], "warps": 7, "form": "prefill"}, "ready is for the decode form"),
-        ({"ready": [word] * 3, "warps": 7}, "two words at most"),
-        ({"ready": [word.long()], "warps": 7}, "ready is torch.int64"),
+        ({"ready": [word]}, "ready is for the decode form with `programs`"),
+        ({"ready": [word], "programs": 7, "form": "prefill"}, "ready is for the decode form"),
+        ({"ready": [word] * 3, "programs": 7}, "two words at most"),
+        ({"ready": [word.long()], "programs": 7}, "ready is torch.int64"),
     ):
         with pytest.raises(ValueError, match=message):
             expert_gemm(x, slot_ids, *experts, **options)
@@ -451,8 +451,8 @@ def test_dot_makes_the_same_bits(take: Callable[[Tile], None], tile: Tile) -> No
     x, slot_ids = randn(2, 160, dtype=torch.bfloat16), random_slots(2, 3, 4)
     first = run_poisoned(x, slot_ids, experts)
     assert first.equal(run_poisoned(x, slot_ids, experts))
-    for warps in (1, 7, 1000):
-        assert first.equal(run_poisoned(x, slot_ids, experts, warps=warps))
+    for programs in (1, 7, 1000):
+        assert first.equal(run_poisoned(x, slot_ids, experts, programs=programs))
     order = torch.tensor([3, 0, 1, 2], device=DEVICE)
     moved = Experts(*(QuantizedMatrix(MXFP4, *(part[order] for part in matrix[1:3])) for matrix in experts[:2]))
     assert first.equal(run_poisoned(x, order.argsort()[slot_ids.long()].int(), moved))

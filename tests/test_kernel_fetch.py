@@ -365,7 +365,8 @@ def test_a_published_record_is_complete(is_speculative: bool, published_records:
     records = published_records[PUBLISHED_BYTES[0]]
     sources = records.flatten(0, 1).to(DEVICE)
     case = Case(records, 8, random_entries(8, 8, 8))
-    case.run(fetch, is_speculative, delay=1)  # compiles
+    case.run(fetch, is_speculative, delay=1)  # compiles; and what compares is loaded, which waits for all that runs
+    assert case.row(case.entries[0][1]).to(DEVICE).equal(sources[case.entries[0][0]])
     case = replace(case)
     landed, rows = case.tensors["landed"], case.tensors["buffer"].view(torch.uint8)
     side, done = torch.cuda.Stream(), torch.cuda.Event()

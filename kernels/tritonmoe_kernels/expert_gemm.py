@@ -414,7 +414,7 @@ def expert_gemm(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    warps: int | None = None,
+    programs: int | None = None,
     ready: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
@@ -423,12 +423,11 @@ def expert_gemm(
     biases [S, 2I] and [S, H]. Both matrices may be quantised, in one format. Slots may be any stride apart (records of
     a pool; a multiple of 16 elements, of 64 bytes of codes, keeps loads wide), each matrix is contiguous. `out`
     [T, K, H] (zeros if not given) and the workspace `hidden` [T, K, I] may be passed in. `num_experts` as in
-    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `warps` is the most a launch of
-    the decode form has, where few experts are expected to be present: each program looks for what there is to do. By
-    default there is one for each tile, thousands in all, whose start takes the device microseconds even if none has
-    work.
+    `sort_tokens`. `form` is "decode" or "prefill", by default decode up to 16 tokens. `programs` is the most a launch
+    of the decode form has, where few experts are expected to be present: each looks for what there is to do. By default
+    it has one for each tile, thousands in all, whose start takes the device microseconds even if none has work.
 
-    With `warps`, `ready` may be the words [1] int32, one or two, of those `fetch` launches of the same device that
+    With `programs`, `ready` may be the words [1] int32, one or two, of those `fetch` launches of the same device that
     bring experts of `slot_ids`, each with gate_up and its bias as first part. They must be what this launch depends on,
     and nothing else may be that they did not wait for: it begins, and computes gate_up, while they still copy down.
     """
@@ -440,17 +439,17 @@ def expert_gemm(
         form = "decode" if tokens <= MAX_DECODE_TOKENS else "prefill"
     if form not in ("decode", "prefill"):
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
-    if warps is not None and warps < 1:
-        raise ValueError(f"warps is {warps}, expected at least 1")
-    if ready and (warps is None or form != "decode" or len(ready) > 2):
-        raise ValueError("ready is for the decode form with `warps`, and two words at most")
+    if programs is not None and programs < 1:
+        raise ValueError(f"programs is {programs}, expected at least 1")
+    if ready and (programs is None or form != "decode" or len(ready) > 2):
+        raise ValueError("ready is for the decode form with `programs`, and two words at most")
     for word in ready:
         check_tensor("ready", word, (1,), (torch.int32,), x.device)
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
-        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, warps, ready)
-        _down_decode(slot_ids, down, down_bias, out, hidden, warps)
+        _gate_up_decode(x, slot_ids, gate_up, gate_up_bias, kind, limit, alpha, hidden, programs, ready)
+        _down_decode(slot_ids, down, down_bias, out, hidden, programs)
     else:
         name = _format_name(gate_up)
         launch = launch_config("expert_prefill", x.dtype, tuple(gate_up.shape[1:]), tokens, x.device, name)
@@ -512,7 +511,7 @@ class _DecodeLaunch(NamedTuple):
 
 
 def _decode_launch(
-    kernel: str, x: torch.Tensor, slot_ids: torch.Tensor, matrix: Matrix, rows: int, columns: int, warps: int | None
+    kernel: str, x: torch.Tensor, slot_ids: torch.Tensor, matrix: Matrix, rows: int, columns: int, programs: int | None
 ) -> _DecodeLaunch:
     """Of a decode form whose tiles divide `rows`, over weights of `columns`."""
     tokens, num_pairs, weights = len(slot_ids), slot_ids.numel(), operands(matrix)
@@ -520,7 +519,7 @@ def _decode_launch(
     tiles, wanted = cdiv(rows, launch["block_n"]), launch["block_k"]
     dot = dot_form(weights.layout, x, launch, columns)
     options = {
-        "BLOCK_PAIRS": 1 if warps is None else next_power_of_2(num_pairs),
+        "BLOCK_PAIRS": 1 if programs is None else next_power_of_2(num_pairs),
         "LAYOUT": weights.layout,
         "BLOCK_N": launch["block_n"],
         "BLOCK_K": step_columns(weights.layout, columns, wanted) if dot is None else dot_columns(columns, wanted),
@@ -530,18 +529,18 @@ def _decode_launch(
         **({} if dot is None else ONE_STAGE),
         **launch_options(x.device),
     }
-    if warps is None:
+    if programs is None:
         return _DecodeLaunch((num_pairs, tiles), None, weights, options)
-    programs = min(max(1, warps // launch["num_warps"]), num_pairs * tiles)
-    return _DecodeLaunch((programs,), num_pairs, weights, options)
+    return _DecodeLaunch((min(programs, num_pairs * tiles),), num_pairs, weights, options)
 
 
-def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, warps, ready) -> None:
+def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, programs, ready) -> None:
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
+    launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, programs)
+    grid = launch.grid
     if ready:
-        warps = min(warps, EARLY_WARPS)
-    launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, warps)
-    _gate_up_decode_kernel[launch.grid](
+        grid = (max(1, min(*grid, EARLY_WARPS // launch.options["num_warps"])),)
+    _gate_up_decode_kernel[grid](
         hidden,
         x,
         slot_ids,
@@ -561,9 +560,9 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, warp
     )
 
 
-def _down_decode(slot_ids, down, bias, out, hidden, warps) -> None:
+def _down_decode(slot_ids, down, bias, out, hidden, programs) -> None:
     hidden_size, intermediate = down.shape[1:]
-    launch = _decode_launch("expert_down_decode", hidden, slot_ids, down, hidden_size, intermediate, warps)
+    launch = _decode_launch("expert_down_decode", hidden, slot_ids, down, hidden_size, intermediate, programs)
     _down_decode_kernel[launch.grid](
         out,
         hidden,

@@ -230,7 +230,7 @@ def expert_gemm_ref(
     hidden: torch.Tensor | None = None,
     num_experts: int | None = None,
     form: str | None = None,
-    warps: int | None = None,
+    programs: int | None = None,
     ready: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """`expert_gemm` in float32 torch, rounded once; arguments from `hidden` on change nothing."""

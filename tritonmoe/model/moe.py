@@ -157,12 +157,12 @@ class Experts:
         slot_ids: torch.Tensor,
         slots: ExpertWeights,
         out: torch.Tensor,
-        warps: int | None = None,
+        programs: int | None = None,
         ready: Sequence[torch.Tensor] = (),
     ) -> None:
         """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
 
-        `warps` and `ready` as in `expert_gemm`, for slots of which few are expected.
+        `programs` and `ready` as in `expert_gemm`, for slots of which few are expected.
         """
         spec, _ = self._moe(layer_id)
         self._ops.expert_gemm(
@@ -177,7 +177,7 @@ class Experts:
             spec.swiglu_alpha,
             out,
             num_experts=spec.num_experts,
-            warps=warps,
+            programs=programs,
             ready=ready,
         )
 

@@ -4,12 +4,12 @@ Four branches of one captured step, T tokens:
 
     main      router(l) -> plan_demand(l) -> experts that are there -> [late(l)] -> combine -> …
     side      after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
-    demand    after plan_demand(l): what is missing and not on its way
+    demand    after plan_demand(l): what is missing and not on its way -> late(l): experts that were missing
     prefetch  after plan_prefetch and [demand(l)]: what is foretold for l + 1
-              late(l), behind prefetch(l), which the layer before began, too: experts that were missing
 
-late begins before these two have ended: its gate_up runs while their last record's down is copied. It is in the branch
-of the one, as a launch begins early behind its own branch, and not always behind another.
+late(l) is also behind prefetch(l), which the layer before began. It begins before these two have ended: its gate_up
+runs while their last record's down is copied. It is in the branch of its demand, for behind a demand of another branch
+it did not begin early (docs/log.md).
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step. Demand has a branch of its own so that none of it is between two

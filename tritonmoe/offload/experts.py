@@ -47,7 +47,7 @@ NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
 # Of launches for missing experts: enough for all the memory's bandwidth, and few to start where nothing is missing.
-LATE_WARPS = 2112
+LATE_PROGRAMS = 528
 
 
 class Block(NamedTuple):
@@ -547,7 +547,7 @@ class OffloadedExperts(Experts):
         device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
         with device.behind_copies(layer_id) as ready:
-            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, LATE_WARPS, ready)
+            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, LATE_PROGRAMS, ready)
         if layer_id == self._moe_layers[-1]:
             device.end()
 
