@@ -10,6 +10,10 @@ microseconds. Here every kernel of the chain does three things, in this order:
 Because 3 comes after 2, whatever runs in part 1 starts after the launch before the last one has ended: part 1 may read
 what that one or any earlier one wrote. Every program must pass 2, also one that has nothing to do, or the launches
 after it could overtake the ones before it. Nothing is written before 2.
+
+One launch does otherwise: gate_up of missing experts, behind the fetches that bring them. It computes with what these
+have published, and comes to 2 last. Its own dependents begin before that; their first part reads slot ids alone, which
+were there before the demand was fetched.
 """
 
 from __future__ import annotations
