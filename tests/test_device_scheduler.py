@@ -24,10 +24,13 @@ from tritonmoe.model.weights import ModelWeights
 from tritonmoe.offload.device_scheduler import RoutingTables
 from tritonmoe.offload.policy import Policy, minimum_slots, resolve
 from tritonmoe.offload.trace import TraceRecorder, read_trace
+from tritonmoe_kernels.fetch_reference import READY
 from tritonmoe_kernels.planner_state import Header, PlannerState, check_integrity
 
 pytestmark = [pytest.mark.gpu] if DEVICE.type == "cuda" else []
-FETCH_DELAY = 5000  # turns of about a microsecond before every chunk: longer than the launches of a layer
+# Turns of about a microsecond before every chunk: longer than the launches of a layer. Records are six chunks for each
+# of two programs, so that gate_up is there while down is not.
+SLOW = {"delay": 1000, "programs": 2, "chunk_words": 128, "num_warps": 1}
 
 
 def generate(decoder: Decoder, batch: int, steps: int = STEPS, prompt_length: int = 9) -> torch.Tensor:
@@ -59,6 +62,9 @@ def check(offloaded: Offloaded) -> None:
     for device in experts._devices.values():
         check_integrity(device.state)
     experts.settle()
+    for device in experts._devices.values():
+        for words in (device.state.demand_ready, device.state.prefetch_ready):
+            assert set(words.tolist()) <= {0, READY}, "a fetch has not said that it is ready"
     experts.scheduler.check_integrity()
     for layer in experts.counters.layers:
         assert layer.routed == layer.hits + layer.late + layer.demand
@@ -108,7 +114,7 @@ def test_late_and_refuted_copies(policy: str, batch: int) -> None:
     least = minimum_slots(spec, POLICIES[policy], batch)
     offloaded = on_device(spec, weights, least, POLICIES[policy])
     ops = offloaded.experts._ops
-    slow = functools.partial(ops.fetch, delay=FETCH_DELAY) if DEVICE.type == "cuda" else Postponed(ops.fetch)
+    slow = functools.partial(ops.fetch, **SLOW) if DEVICE.type == "cuda" else Postponed(ops.fetch)
     offloaded.experts._ops = ops._replace(fetch=slow)
     for _ in range(2):
         assert torch.equal(generate(offloaded.decoder, batch), expected)
@@ -161,7 +167,7 @@ def test_late_copies_of_captured_steps(policy: str) -> None:
     expected = tokens(Decoder(spec, weights), 40)
     offloaded = on_device(spec, weights, minimum_slots(spec, chosen), chosen)
     ops = offloaded.experts._ops
-    offloaded.experts._ops = ops._replace(fetch=functools.partial(ops.fetch, delay=FETCH_DELAY // 4))
+    offloaded.experts._ops = ops._replace(fetch=functools.partial(ops.fetch, **SLOW | {"delay": 250}))
     assert tokens(offloaded.decoder, 40) == expected
     check(offloaded)
 

@@ -16,6 +16,7 @@ from kernel_testing import DEVICE, KERNEL_MARKS, ON_GPU, generator
 
 from tritonmoe.memory import empty_tensor
 from tritonmoe.model import pinned_memory
+from tritonmoe_kernels.expert_gemm import expert_gemm
 from tritonmoe_kernels.fetch import fetch
 from tritonmoe_kernels.fetch_reference import READY, fetch_ref
 
@@ -356,6 +357,91 @@ def test_refuted_while_it_is_copied(chunks_per_look: int, published_records: dic
     copied = (case.row(2).view(-1, 4 * 8192) == case.source(0).view(-1, 4 * 8192)).all(dim=1)
     assert int(copied.sum()) * 4 * 8192 == moved
     assert (case.row(2).view(-1, 4 * 8192)[~copied] == POISON).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("is_speculative", [False, True])
+def test_what_is_ready_is_there_before_the_rest(
+    is_speculative: bool, published_records: dict[int, torch.Tensor]
+) -> None:
+    """First parts of all records, while another stream looks on; and the last record is not whole yet."""
+    record_bytes, first_bytes = PUBLISHED_BYTES[1], PUBLISHED_BYTES[1] // 512 * 256
+    records = published_records[record_bytes]
+    sources = records.flatten(0, 1).to(DEVICE)
+    entries = random_entries(3, 8, 8)
+    options = {"programs": 4, "first_bytes": first_bytes}
+    case = Case(records, 8, entries)
+    case.run(fetch, is_speculative, delay=1, **options)  # compiles; and what compares is loaded
+    assert case.row(entries[0][1]).to(DEVICE)[:first_bytes].equal(sources[entries[0][0], :first_bytes])
+    case = replace(case)
+    ready, landed, rows = case.tensors["ready"], case.tensors["landed"], case.tensors["buffer"].view(torch.uint8)
+    side, done = torch.cuda.Stream(), torch.cuda.Event()
+    torch.cuda.synchronize()
+    case.run(fetch, is_speculative, delay=2000, **options)
+    done.record()
+    with torch.cuda.stream(side):
+        while ready.item() != READY:
+            assert not done.query(), "the list was complete before it was ready"
+        are_there = [rows[slot, :first_bytes].equal(sources[key, :first_bytes]) for key, slot, _ in entries]
+        is_whole = landed[entries[-1][1]].item() == entries[-1][2]
+    assert are_there == [True] * 3
+    assert not is_whole
+    torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("delays", [(400, 50), (50, 400), (0, 400)])
+def test_gate_up_runs_beside_the_copy_of_down(delays: tuple[int, int], pin: Pin) -> None:
+    """Two lists on two streams, one captured graph, slots poisoned before each replay: the bits of whole records."""
+    hidden, size, experts = 256, 64, 8
+    values = torch.randn(2, experts, 3 * hidden * size, generator=generator(1)).to(torch.bfloat16)
+    records = pin(values.view(torch.uint8))
+    record_bytes, first_bytes = 6 * hidden * size, 4 * hidden * size
+    cases = [Case(records, 8, [(1, 0, 2), (12, 3, 4)]), Case(records, 8, [(7, 6, 3), (9, 5, 5)])]
+    buffer = cases[0].tensors["buffer"]
+    cases[1].tensors["buffer"] = buffer
+    x = torch.randn(1, hidden, generator=generator(2)).to(DEVICE, torch.bfloat16)
+    slot_ids = table([0, 6, 3, 5], torch.int32)[None]
+    keys = [1, 7, 12, 9]
+    gate_up, down = (
+        part.unflatten(1, shape)
+        for part, shape in zip(
+            buffer.split([2 * hidden * size, hidden * size], dim=1), [(2 * size, hidden), (hidden, size)], strict=True
+        )
+    )
+    whole = values.flatten(0, 1)[keys].to(DEVICE)
+    parts = (
+        whole[:, : 2 * hidden * size].unflatten(1, (2 * size, hidden)),
+        whole[:, 2 * hidden * size :].unflatten(1, (hidden, size)),
+    )
+    expected = expert_gemm(x, table([0, 1, 2, 3], torch.int32)[None], *(part.contiguous() for part in parts))
+    out, side = torch.empty_like(expected), torch.cuda.Stream()
+
+    def step() -> None:
+        main = torch.cuda.current_stream()
+        for name in ("arrivals", "ready"):
+            for case in cases:
+                case.tensors[name].zero_()
+        side.wait_stream(main)
+        with torch.cuda.stream(side):
+            cases[1].run(fetch, delay=delays[1], programs=2, first_bytes=first_bytes, **SMALL)
+        cases[0].run(fetch, delay=delays[0], programs=3, first_bytes=first_bytes, **SMALL)
+        main.wait_stream(side)
+        ready = [case.tensors["ready"] for case in cases]
+        expert_gemm(x, slot_ids, gate_up, down, out=out, programs=16, ready=ready)
+
+    assert buffer.shape[1] * 2 == record_bytes
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for _ in range(20):
+        buffer.view(torch.int16).fill_(0x7FC0)
+        out.fill_(torch.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert out.equal(expected)
 
 
 @pytest.mark.gpu

@@ -48,6 +48,7 @@ except KeyboardInterrupt:
 """
 AT_EXIT = """
 import signal, sys, weakref
+# first
 from tritonmoe import generate
 
 class Subject:
@@ -65,6 +66,23 @@ sys.exit(generate.command())
 def test_in_a_finalizer(kind: str, number: int, code: int) -> None:
     done = run(PROGRAM, kind, str(int(number)))
     assert (done.returncode, done.stderr) == (code, b"")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_in_a_finalizer_just_before_the_end(number: int, code: int) -> None:
+    """The signal that was to be sent again is sent when its handlers are gone."""
+    done = run(
+        PROGRAM.replace("sleep(20)", "sleep(0)").replace('print("lost", file=sys.stderr)', "pass"),
+        "finalizer",
+        str(int(number)),
+    )
+    assert (done.returncode, done.stderr) == (code, b"")
+
+
+def test_what_is_ignored_stays_ignored() -> None:
+    program = AT_EXIT.replace("# first", "signal.signal(NUMBER, signal.SIG_IGN)")
+    done = run(program.replace("NUMBER", str(int(signal.SIGINT))))
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -49,7 +49,7 @@ GREEDY = SamplingParams(max_new_tokens=4)
 STALL_S = 0.05
 DEADLINE_S = 120.0  # after which a process counts as hung
 COMMAND = [sys.executable, "-m", "tritonmoe.generate"]
-QUIET_EXITS = (0, 130, 143, -signal.SIGINT, -signal.SIGTERM)  # the last two: before Python was ready for the signal
+QUIET_EXITS = (0, 130, 143, -signal.SIGINT, -signal.SIGTERM)  # the last two: before `main`, or after it
 
 
 @dataclass

@@ -12,7 +12,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from tritonmoe.errors import EXIT_TERMINATED
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from sys import UnraisableHookArgs
 
 RETRY_S = 0.01
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(SystemExit):
@@ -30,42 +29,53 @@ class Terminated(SystemExit):
 @contextmanager
 def raised() -> Iterator[None]:
     """SIGTERM raises `Terminated`, as SIGINT raises KeyboardInterrupt, and neither is lost in a finalizer. For the
-    main thread; uses SIGALRM. Afterwards everything is as before."""
-    show = sys.unraisablehook
+    main thread; has SIGALRM and its timer for itself. Afterwards the handlers are as before, and a signal that was to
+    be sent again is."""
+    show, pending = sys.unraisablehook, 0
 
     def raise_again(unraisable: UnraisableHookArgs) -> None:
+        nonlocal pending
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            number = signal.SIGINT
+            pending = signal.SIGINT
         elif issubclass(unraisable.exc_type, Terminated):
-            number = signal.SIGTERM
+            pending = signal.SIGTERM
         else:
             show(unraisable)
             return
         # By a timer, not by a thread: the finalizer may run in the middle of what starts threads, and hold its locks.
-        signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(number))
         signal.setitimer(signal.ITIMER_REAL, RETRY_S)
 
-    previous = {number: signal.getsignal(number) or signal.SIG_DFL for number in (signal.SIGTERM, signal.SIGALRM)}
+    def send_again(*_: object) -> None:
+        nonlocal pending
+        number, pending = pending, 0
+        if number:
+            signal.raise_signal(number)
+
+    previous = {number: _handler(number) for number in (signal.SIGTERM, signal.SIGALRM)}
     sys.unraisablehook = raise_again
+    signal.signal(signal.SIGALRM, send_again)
     signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = show
         for number, handler in previous.items():
             signal.signal(number, handler)
-        sys.unraisablehook = show
+        send_again()
 
 
 @contextmanager
 def ending_at_once() -> Iterator[None]:
     """Both signals end the process on the spot, as they must while compiled modules are imported: these make whatever
-    error they like of an exception."""
+    error they like of an exception. One that is ignored stays so, as for what a shell started in the background."""
 
     def leave(number: int, _frame: object) -> None:
         os._exit(128 + number)
 
-    previous = {number: signal.signal(number, leave) for number in SIGNALS}
+    previous = {number: _handler(number) for number in _heeded()}
+    for number in previous:
+        signal.signal(number, leave)
     try:
         yield
     finally:
@@ -76,8 +86,17 @@ def ending_at_once() -> Iterator[None]:
 def leave_to_system() -> None:
     """From here on both signals end the process without a word, as they do a process of any other language: all that
     is left are finalizers, and an exception in one of them would only be shown."""
-    for number in SIGNALS:
+    for number in _heeded():
         signal.signal(number, signal.SIG_DFL)
+
+
+def _heeded() -> list[signal.Signals]:
+    return [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def _handler(number: signal.Signals) -> Any:
+    """What `signal.signal` takes again; one that was not set by Python cannot be told, and is the system's."""
+    return signal.getsignal(number) or signal.SIG_DFL
 
 
 def _terminate(*_: object) -> NoReturn:

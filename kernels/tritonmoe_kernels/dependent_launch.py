@@ -35,7 +35,7 @@ def await_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_dependents(PDL: tl.constexpr):
-    """Let the next launch begin. Comes after `await_inputs`."""
+    """Let the next launch begin. Comes after `await_inputs`, but where the module says so."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -56,7 +56,7 @@ READY_WORD = tl.constexpr(READY)
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
-# Tiles for tensor cores are asked for a step ahead by the kernel itself, into registers.
+# Tiles for tensor cores are asked for steps ahead by the kernel itself, into registers.
 ONE_STAGE = {"num_stages": 1}
 
 
@@ -77,7 +77,8 @@ def _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS: tl.constexpr):
     """Of all pairs: each one's place among those that are there (-1 if it is not), pair and slot in one number, and how
     many are there."""
     pairs = tl.arange(0, BLOCK_PAIRS)
-    slots = tl.load(slot_ids_ptr + pairs, mask=pairs < num_pairs, other=-1)
+    # From L2: a launch that begins early has no other promise of seeing what was written since L1 was filled.
+    slots = tl.load(slot_ids_ptr + pairs, mask=pairs < num_pairs, other=-1, cache_modifier=".cg")
     is_there = (slots >= 0).to(tl.int32)
     places = tl.where(slots >= 0, tl.cumsum(is_there, axis=0) - 1, -1)
     return places, (slots.to(tl.int64) << 32) | pairs, tl.sum(is_there, axis=0)
@@ -427,9 +428,10 @@ def expert_gemm(
     of the decode form has, where few experts are expected to be present: each looks for what there is to do. By default
     it has one for each tile, thousands in all, whose start takes the device microseconds even if none has work.
 
-    With `programs`, `ready` may be the words [1] int32, one or two, of those `fetch` launches of the same device that
-    bring experts of `slot_ids`, each with gate_up and its bias as first part. They must be what this launch depends on,
-    and nothing else may be that they did not wait for: it begins, and computes gate_up, while they still copy down.
+    With `programs` (of which gate_up then has no more than make EARLY_WARPS together), `ready` may be the words [1]
+    int32, one or two, of those `fetch` launches of the same device that bring experts of `slot_ids`, each with gate_up
+    and its bias as first part. They must be what this launch depends on, and nothing else may be that they did not wait
+    for: it begins, and computes gate_up, while they still copy down.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape

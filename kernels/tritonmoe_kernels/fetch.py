@@ -225,6 +225,8 @@ def fetch(
         if value < least:
             raise ValueError(f"{name} is {value}, expected at least {least}")
     if not len(keys) or not len(buffer):
+        if ready is not None:
+            ready.fill_(READY)
         return
     _fetch_kernel[(programs,)](
         keys,

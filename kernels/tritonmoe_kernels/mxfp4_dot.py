@@ -4,7 +4,7 @@
 at a time become bfloat16 numbers, and their products are the tensor cores' work. Counted in the assembler's code
 (sm_90, triton 3.6 and 3.9, a step of the loop with all that is around the weights), instructions a weight by rows of a
 tile and warps: 2.7 at 128 and 4, 2.8 at 64 and 4, 2.9 at 32 and 1; 2.1 of them make the numbers. On an H200 4 experts
-of 2880 x 2880 take 22.9 us where 27.8 were, 8 of 768 x 2048 10.4 where 11.9 were (docs/log.md).
+of 2880 x 2880 take 22.8 us where 27.8 were, 8 of 768 x 2048 10.4 where 11.9 were (docs/log.md).
 
 The tile. A row of a step has BLOCK_K columns in parts of 128, and what is multiplied is [rows · parts, 128] by
 [128, parts]: column p of the second factor is x of part p. Of the result [rows · parts, width] the number of a row's

@@ -92,7 +92,7 @@ class DeviceScheduler:
                 num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
             )
             # A layer is foretold once at every distance, each into a list of its own: the last may still be copied.
-            self._ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
+            self._states_ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
             bases = [addresses.get(layer, 0) for layer in range(num_layers)]
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
             self._slot_ids = torch.full((num_layers, 2, batch, self._top_k), -1, dtype=torch.int32, device=device)
@@ -113,7 +113,7 @@ class DeviceScheduler:
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
-        self._ahead_of: dict[int, _Launch] = {}  # by layer, what was fetched ahead for it last
+        self._fetched_ahead: dict[int, _Fetch] = {}  # by layer, what was fetched ahead for it last
         self._kept: object = None  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
@@ -145,7 +145,7 @@ class DeviceScheduler:
         self._foretold.clear()
         for branch in self._branches:
             branch.reset()
-        self._ahead_of.clear()
+        self._fetched_ahead.clear()
         self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
@@ -288,9 +288,9 @@ class DeviceScheduler:
         """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
         done; what follows finds it done. The first launch may begin when the words that are yielded are READY, as
         `expert_gemm` does."""
-        copies = [_Launch(self._demand.done, self.state.demand_ready[layer_id : layer_id + 1])]
-        if layer_id in self._ahead_of:
-            copies.append(self._ahead_of.pop(layer_id))
+        copies = [_Fetch(self._demand.done, self.state.demand_ready[layer_id : layer_id + 1])]
+        if layer_id in self._fetched_ahead:
+            copies.append(self._fetched_ahead.pop(layer_id))
         try:
             with self._demand.fork(*(copy.done for copy in copies)):
                 yield [copy.ready for copy in copies]
@@ -315,12 +315,12 @@ class DeviceScheduler:
         table = None if self._tables is None else self._tables.foretold
         for target, ids in guesses.items():
             distance = later.index(target) + 1
-            state = self._ahead[distance - 1]
+            state = self._states_ahead[distance - 1]
             with self._side.fork():
                 self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
             with self._prefetch.fork(self._side.done, self._demand.done):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
-            self._ahead_of[target] = _Launch(self._prefetch.done, state.prefetch_ready[target : target + 1])
+            self._fetched_ahead[target] = _Fetch(self._prefetch.done, state.prefetch_ready[target : target + 1])
         with self._side.fork():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
@@ -379,8 +379,8 @@ class DeviceScheduler:
         )
 
 
-class _Launch(NamedTuple):
-    """Of a fetch: when it is complete, and the word that says that first parts are there."""
+class _Fetch(NamedTuple):
+    """When a launch is complete, and the word that says that first parts are there."""
 
     done: object
     ready: torch.Tensor
