@@ -18,7 +18,7 @@ KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
 # Folders of the engine and the modules beside them. Each imports from lower ones and from itself.
 LAYERS = (
     ("errors", "files"),
-    ("memory", "waiting"),
+    ("memory", "signals", "waiting"),
     ("model",),
     ("checkpoint",),
     ("prediction", "text"),
