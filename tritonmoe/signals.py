@@ -58,11 +58,13 @@ def raised() -> Iterator[None]:
     try:
         yield
     finally:
+        unsent, pending = pending, 0  # first, so that nothing is raised in the middle of what follows
         signal.setitimer(signal.ITIMER_REAL, 0)
         sys.unraisablehook = show
         for number, handler in previous.items():
             signal.signal(number, handler)
-        send_again()
+        if unsent:
+            signal.raise_signal(unsent)
 
 
 @contextmanager

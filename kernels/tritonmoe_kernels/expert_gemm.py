@@ -30,7 +30,7 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.fetch_reference import READY
+from tritonmoe_kernels.fetch import READY_WORD, look
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.mxfp4_dot import dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
@@ -52,7 +52,6 @@ from tritonmoe_kernels.weight_tiles import (
 )
 
 EARLY_WARPS = 528  # of a gate_up that runs beside a fetch, which more would slow down
-READY_WORD = tl.constexpr(READY)
 KINDS = ("silu", "swiglu_clamped")
 # A single token's experts are read once: they should not push out of L2 what was brought there for the next layer.
 SINGLE_TOKEN_EVICTION = "evict_first"
@@ -96,7 +95,7 @@ def _tile_at(i, places, packed, tiles: tl.constexpr):
 def _await_ready(ready_ptr):
     """Wait for READY, and see what was stored before it. Whoever says so was on the device before this launch was."""
     if ready_ptr is not None:
-        while tl.atomic_add(ready_ptr, 0, sem="acquire", scope="gpu") != READY_WORD:
+        while look(ready_ptr) != READY_WORD:
             pass
 
 

@@ -45,7 +45,7 @@ WORD_BYTES = 4
 
 @triton.jit
 def look(word_ptr):
-    """The int64 that another branch of the graph may write at any time, read where both meet: in L2.
+    """The word that another branch of the graph may write at any time, read where both meet: in L2.
 
     Adding nothing, it compiles to an acquire load on NVIDIA GPUs: it never writes back what it read.
     """
@@ -53,15 +53,15 @@ def look(word_ptr):
 
 
 @triton.jit
-def publish(arrivals_ptr, landed_ptr, epoch):
-    """Arrive; the last program of the grid writes `epoch` to `landed_ptr`, after all programs' stores.
+def publish(arrivals_ptr, word_ptr, value):
+    """Arrive; the last program of the grid writes `value` to `word_ptr`, after all programs' stores.
 
     The barrier comes first because one thread arrives for all: every warp must have stored by then.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(arrivals_ptr, 1, sem="acq_rel", scope="gpu")
     if arrived == tl.num_programs(0) - 1:
-        tl.atomic_xchg(landed_ptr, epoch, sem="release", scope="gpu")
+        tl.atomic_xchg(word_ptr, value, sem="release", scope="gpu")
 
 
 @triton.jit
@@ -80,10 +80,7 @@ def spin(word_ptr, turns):
 def _let_begin(ready_ptr, PDL: tl.constexpr):
     """This program has stored its share of all first parts."""
     if ready_ptr is not None:
-        tl.debug_barrier()
-        arrived = tl.atomic_add(ready_ptr, 1, sem="acq_rel", scope="gpu")
-        if arrived == tl.num_programs(0) - 1:
-            tl.atomic_xchg(ready_ptr, READY_WORD, sem="release", scope="gpu")
+        publish(ready_ptr, ready_ptr, READY_WORD)
         release_dependents(PDL)
 
 

@@ -349,14 +349,7 @@ class DeviceScheduler:
 
     def _other_list(self) -> PlannerState:
         """The same state with a prefetch list of its own."""
-        names = (
-            "prefetch_key",
-            "prefetch_slot",
-            "prefetch_epoch",
-            "prefetch_arrivals",
-            "prefetch_ready",
-            "num_prefetch",
-        )
+        names = [name for name in PlannerState._fields if "prefetch" in name]
         return self.state._replace(**{name: torch.zeros_like(getattr(self.state, name)) for name in names})
 
     def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
