@@ -65,6 +65,8 @@ def check(offloaded: Offloaded) -> None:
     for device in experts._devices.values():
         for words in (device.state.demand_ready, device.state.prefetch_ready):
             assert set(words.tolist()) <= {0, READY}, "a fetch has not said that it is ready"
+        for state in device._states_ahead:
+            assert not state.prefetch_listed.any(), "a list was not fetched"
     experts.scheduler.check_integrity()
     for layer in experts.counters.layers:
         assert layer.routed == layer.hits + layer.late + layer.demand

@@ -19,6 +19,7 @@ from tritonmoe.model import pinned_memory
 from tritonmoe_kernels.expert_gemm import expert_gemm
 from tritonmoe_kernels.fetch import fetch
 from tritonmoe_kernels.fetch_reference import READY, fetch_ref
+from tritonmoe_kernels.planner_state import LISTED
 
 pytestmark = KERNEL_MARKS
 
@@ -83,6 +84,7 @@ class Case:
             "landed": table([-7] * self.num_slots, torch.int64),
             "moved": table([1000], torch.int64),
             "ready": table([0], torch.int32),
+            "closing": table([0], torch.int32),
         }
 
     def run(self, function: Callable[..., None], is_speculative: bool = False, **options: Any) -> None:
@@ -174,7 +176,7 @@ def test_random_lists(seed: int, pin: Pin) -> None:
 def test_tables_of_any_alignment(pin: Pin) -> None:
     """Lists are rows of tables; a row begins anywhere."""
     case = Case(pin(random_bytes(2, 3, 768)), 5, random_entries(3, 6, 5), refuted=(0,))
-    for name in ("keys", "slots", "epochs", "count", "arrivals", "moved", "ready"):
+    for name in ("keys", "slots", "epochs", "count", "arrivals", "moved", "ready", "closing"):
         tensor = case.tensors[name]
         case.tensors[name] = torch.cat([tensor[:1], tensor])[1:]
         assert case.tensors[name].data_ptr() % 16
@@ -210,6 +212,30 @@ def test_ready_counts_programs_once(first_bytes: int, entries: int, is_speculati
     case.tensors["arrivals"].zero_()
     case.run(fetch, is_speculative, programs=9, first_bytes=first_bytes, **SMALL)
     assert case.tensors["ready"].tolist() == [READY]
+
+
+@pytest.mark.parametrize("function", [fetch, fetch_ref])
+@pytest.mark.parametrize("entries", [0, 1, 3])
+def test_a_list_that_is_awaited(entries: int, function: Callable[..., None], pin: Pin) -> None:
+    """It is taken back once it is seen; and others had their turn, which changes nothing."""
+    case = Case(pin(random_bytes(2, 3, 2816)), 3, random_entries(entries, 6, 3))
+    listed, before = table([LISTED], torch.int32), [table([READY], torch.int32) for _ in range(2)]
+    case.run(function, True, programs=5, listed=listed, goes_first=before, **SMALL)
+    assert listed.tolist() == [0]
+    assert [word.item() for word in before] == [READY] * 2
+    assert case.tensors["closing"].tolist() == case.tensors["ready"].tolist() == [READY]
+    for entry, (_, slot, epoch) in enumerate(case.entries):
+        assert case.row(slot).equal(case.source(entry))
+        assert case.tensors["landed"][slot] == epoch
+
+
+def test_others_go_first_but_not_for_ever(pin: Pin) -> None:
+    """What this launch lets go first may not be on the device: it is copied all the same."""
+    case = Case(pin(random_bytes(1, 2, 512)), 2, random_entries(2, 2, 2))
+    words = {"listed": table([LISTED], torch.int32), "goes_first": [table([0], torch.int32)]}
+    case.run(fetch, True, programs=1, **words, **SMALL)
+    for entry, (_, slot, _) in enumerate(case.entries):
+        assert case.row(slot).equal(case.source(entry))
 
 
 def test_experts_far_from_the_base_of_their_layer(pin: Pin) -> None:
@@ -252,6 +278,12 @@ REFUSED: dict[str, dict[str, Any]] = {
     "landed has shape": {"landed": table([0, 0], torch.int64)},
     "moved is torch.int32": {"moved": table([0], torch.int32)},
     "ready has shape": {"ready": table([0, 0], torch.int32)},
+    "closing has shape": {"closing": table([0, 0], torch.int32)},
+    "listed is torch.int64": {"listed": table([0], torch.int64)},
+    "listed is there and closing is not": {"listed": table([0], torch.int32), "closing": None},
+    "goes_first is for launches with `listed`": {"goes_first": [table([0], torch.int32)]},
+    "and two words at most": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int32)] * 3},
+    r"goes_first\[0\] is torch.int64": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int64)]},
     "first_bytes is 128, expected a multiple of 256 up to 512": {"first_bytes": 128},
     "first_bytes is 768": {"first_bytes": 768},
     "num_experts is 0": {"num_experts": 0},
@@ -387,6 +419,57 @@ def test_what_is_ready_is_there_before_the_rest(
     assert are_there == [True] * 3
     assert not is_whole
     torch.cuda.synchronize()
+
+
+@pytest.mark.gpu
+def test_waits_for_its_list_and_for_its_turn(pin: Pin) -> None:
+    """Captured beside a launch that writes the list late, and one that copies slowly: with what was there before."""
+    record_bytes = 64 * 2816
+    records = pin(random_bytes(1, 8, record_bytes))
+    slow, case = Case(records, 8, [(0, 0, 5), (1, 1, 5)]), Case(records, 8, [(2, 2, 5), (3, 3, 5)])
+    case.tensors["buffer"] = slow.tensors["buffer"]
+    number, listed = case.tensors["count"].clone(), table([0], torch.int32)
+    moved = table([0], torch.int64)
+    main, first, second = (torch.cuda.Stream() for _ in range(3))
+
+    def step() -> None:
+        for tensors in (slow.tensors, case.tensors):
+            for name in ("arrivals", "ready", "closing", "count"):
+                tensors[name].zero_()
+        slow.tensors["count"].add_(2)
+        for stream in (first, second):
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(first):
+            slow.run(fetch, delay=400, programs=2, **SMALL)
+        with torch.cuda.stream(second):
+            words = {"listed": listed, "goes_first": [slow.tensors["closing"]]}
+            case.run(fetch, True, programs=3, **words, **SMALL)
+        torch.cuda._sleep(1_000_000)
+        moved.copy_(case.tensors["moved"])
+        case.tensors["count"].copy_(number)
+        listed.fill_(LISTED)
+        for stream in (first, second):
+            torch.cuda.current_stream().wait_stream(stream)
+
+    with torch.cuda.stream(main):
+        listed.fill_(LISTED)
+        case.run(fetch, True, programs=3, listed=listed, **SMALL)  # compiles
+        slow.run(fetch, delay=1, programs=2, **SMALL)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    for replay in range(20):
+        before = case.tensors["moved"].item()
+        case.tensors["buffer"].view(torch.uint8).fill_(POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert moved.item() == before, "it copied before its list was written"
+        assert case.tensors["moved"].item() == before + 2 * record_bytes, replay
+        assert listed.item() == 0
+        for copied in (slow, case):
+            for entry, (_, slot, _) in enumerate(copied.entries):
+                assert copied.row(slot).equal(copied.source(entry))
 
 
 @pytest.mark.gpu

@@ -18,7 +18,13 @@ What computes with the records may begin with their first part, and does while t
 program that has stored its share of all first parts arrives at `ready`, of which the last makes READY, and lets
 dependent launches begin. These have no other way to know what is there: a launch that begins early sees nothing of
 what it depends on but by an acquire. They may wait for READY: they begin when all programs are on the device, which
-then wait for nobody. What wants whole records awaits the launch, as ever.
+then wait for no launch that is not. What wants whole records awaits the launch, as ever.
+
+A list can be awaited likewise, so that nothing but an acquire and a read lie between what the planner has written and
+the first chunk, where a launch behind another's end takes some microseconds, and more until programs find a place among
+those that compute. Such a launch then lets others go first, of which it knows by a word that they have asked for their
+last chunks (`closing`): the link is never idle between two, and one does not slow down what is wanted sooner. That is
+a courtesy, with an end: whether what it waits for is on the device nobody promises.
 
 A speculative record may be refuted while it is copied: then its slot's `copy_epoch` is no longer the entry's. Programs
 look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
@@ -31,14 +37,19 @@ runs: the planner gives it to another record only when that is over.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.fetch_reference import READY, check_fetch
+from tritonmoe_kernels.planner_state import LISTED
 
 READY_WORD = tl.constexpr(READY)
+LISTED_WORD = tl.constexpr(LISTED)
+PATIENCE = tl.constexpr(4096)  # looks at a word, each of more than half a microsecond
 ACCESS_BYTES = 16
 WORD_BYTES = 4
 
@@ -84,6 +95,26 @@ def _let_begin(ready_ptr, PDL: tl.constexpr):
         release_dependents(PDL)
 
 
+@triton.jit
+def _let_go_first(word_ptr):
+    """Wait until another launch has asked for its last chunks, but not for ever."""
+    if word_ptr is not None:
+        looks = 0
+        while (looks < PATIENCE) & (look(word_ptr) != READY_WORD):
+            looks += 1
+
+
+@triton.jit
+def _close(closing_ptr, listed_ptr):
+    """This program asks for its last chunk now. The last one to do so takes back what all have seen."""
+    if closing_ptr is not None:
+        arrived = tl.atomic_add(closing_ptr, 1, sem="relaxed", scope="gpu")
+        if arrived == tl.num_programs(0) - 1:
+            if listed_ptr is not None:
+                tl.atomic_xchg(listed_ptr, 0, sem="relaxed", scope="gpu")
+            tl.atomic_xchg(closing_ptr, READY_WORD, sem="relaxed", scope="gpu")
+
+
 # Rows of tables have any alignment: told apart by it, each combination would be one more kernel to compile.
 @triton.jit(
     do_not_specialize=["group", "delay", "first_words"],
@@ -95,6 +126,10 @@ def _let_begin(ready_ptr, PDL: tl.constexpr):
         "arrivals_ptr",
         "moved_ptr",
         "ready_ptr",
+        "closing_ptr",
+        "listed_ptr",
+        "first_ptr",
+        "second_ptr",
     ],
 )
 def _fetch_kernel(
@@ -109,6 +144,10 @@ def _fetch_kernel(
     landed_ptr,  # [S] int64
     moved_ptr,  # [1] int64
     ready_ptr,  # [1] int32, or None
+    closing_ptr,  # [1] int32, or None
+    listed_ptr,  # [1] int32 to await instead of the launch before, or None
+    first_ptr,  # [1] int32 of a launch that goes first, or None
+    second_ptr,  # one more, or None
     num_experts,
     record_words,
     first_words,
@@ -119,13 +158,21 @@ def _fetch_kernel(
     PDL: tl.constexpr,
 ):
     # Dependents are not let begin before they have work: they would wait in the place of what computes.
-    await_inputs(PDL)
+    if listed_ptr is None:
+        await_inputs(PDL)
+    else:
+        while look(listed_ptr) != LISTED_WORD:
+            pass
     program, programs = tl.program_id(0), tl.num_programs(0)
     # Each entry is asked for before the record in front of it is copied, so that only the first one is waited for.
     key, slot, epoch = tl.load(keys_ptr), tl.load(slots_ptr), tl.load(epochs_ptr)
     count = tl.load(count_ptr)
     num_chunks = tl.cdiv(record_words, CHUNK)
     words = tl.arange(0, CHUNK)
+    if count > 0:
+        _let_go_first(first_ptr)
+        _let_go_first(second_ptr)
+    is_closing = 0
     has_begun = 0
     moved_words = 0  # int32: a program moves less than 8 GB in a launch
     for entry in range(0, count):
@@ -146,6 +193,9 @@ def _fetch_kernel(
             if (has_begun == 0) & (following == count) & (chunk * CHUNK >= first_words):
                 _let_begin(ready_ptr, PDL)
                 has_begun = 1
+            if (is_closing == 0) & (following == count) & (chunk + programs >= num_chunks):
+                _close(closing_ptr, listed_ptr)
+                is_closing = 1
             if delay is not None:
                 chunk += spin(copy_epoch_ptr + slot, delay)
             offsets = chunk * CHUNK + words
@@ -163,10 +213,14 @@ def _fetch_kernel(
         if end >= 0:
             publish(arrivals_ptr + entry, landed_ptr + slot, epoch)
         key, slot, epoch = next_key, next_slot, next_epoch
+    if is_closing == 0:
+        _close(closing_ptr, listed_ptr)
     if has_begun == 0:
         _let_begin(ready_ptr, PDL)
     if moved_words > 0:
         tl.atomic_add(moved_ptr, moved_words.to(tl.int64) * 4, sem="relaxed", scope="gpu")
+    if listed_ptr is not None:  # its end is that of what it came behind, too
+        await_inputs(PDL)
 
 
 def fetch(
@@ -190,6 +244,9 @@ def fetch(
     delay: int = 0,
     ready: torch.Tensor | None = None,
     first_bytes: int = 0,
+    closing: torch.Tensor | None = None,
+    listed: torch.Tensor | None = None,
+    goes_first: Sequence[torch.Tensor] = (),
 ) -> None:
     """Copy the first `count` listed records into their slots and publish each one's epoch in `landed`.
 
@@ -204,7 +261,13 @@ def fetch(
     `programs`, `moved` has the part that was copied, and `landed` is as it was.
 
     `ready` [1] int32, zero for each launch, is READY once the first `first_bytes` of every record are in their slots,
-    or the record is dropped; then launches that depend on this one may begin.
+    or the record is dropped; then launches that depend on this one may begin. `closing` [1] int32, zero for each
+    launch, is READY once every program asks for its last chunk.
+
+    With `listed` [1] int32 the launch begins beside the one that it is behind, which makes the word LISTED when the
+    list and `count` are written; `closing` must then be given, and makes it 0 again. Nothing else may be what this
+    launch relies on. It lets launches go first that `goes_first` has the `closing` of, two at most, or for some
+    milliseconds.
 
     `programs` and tiles change nothing but speed, and no program waits for another. `delay` (tests) spins about as many
     microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists of any
@@ -212,7 +275,7 @@ def fetch(
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
-        ready, first_bytes,
+        ready, first_bytes, closing, listed, goes_first,
     )  # fmt: skip
     if buffer.data_ptr() % ACCESS_BYTES:
         raise ValueError(f"buffer is at an address that is no multiple of {ACCESS_BYTES}")
@@ -222,8 +285,9 @@ def fetch(
         if value < least:
             raise ValueError(f"{name} is {value}, expected at least {least}")
     if not len(keys) or not len(buffer):
-        if ready is not None:
-            ready.fill_(READY)
+        for word, value in ((ready, READY), (closing, READY), (listed, 0)):
+            if word is not None:
+                word.fill_(value)
         return
     _fetch_kernel[(programs,)](
         keys,
@@ -237,6 +301,9 @@ def fetch(
         landed,
         moved,
         ready,
+        closing,
+        listed,
+        *(*goes_first, None, None)[:2],
         num_experts,
         record_bytes // WORD_BYTES,
         first_bytes // WORD_BYTES,

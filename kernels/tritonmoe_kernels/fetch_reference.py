@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 
@@ -33,14 +34,17 @@ def fetch_ref(
     delay: int = 0,
     ready: torch.Tensor | None = None,
     first_bytes: int = 0,
+    closing: torch.Tensor | None = None,
+    listed: torch.Tensor | None = None,
+    goes_first: Sequence[torch.Tensor] = (),
 ) -> None:
     """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.
 
-    `programs` is what `arrivals` counts up to; tiles and `delay` change nothing.
+    `programs` is what `arrivals` counts up to; tiles, `delay` and what goes first change nothing.
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
-        ready, first_bytes,
+        ready, first_bytes, closing, listed, goes_first,
     )  # fmt: skip
     rows = buffer.view(torch.uint8)
     for entry in range(int(count)):
@@ -53,8 +57,9 @@ def fetch_ref(
         arrivals[entry] += programs
         landed[slot] = epoch
         moved += record_bytes
-    if ready is not None:
-        ready.fill_(READY)
+    for word, value in ((ready, READY), (closing, READY), (listed, 0)):
+        if word is not None:
+            word.fill_(value)
 
 
 def check_fetch(
@@ -72,6 +77,9 @@ def check_fetch(
     moved: torch.Tensor,
     ready: torch.Tensor | None,
     first_bytes: int,
+    closing: torch.Tensor | None,
+    listed: torch.Tensor | None,
+    goes_first: Sequence[torch.Tensor],
 ) -> None:
     """Check what `fetch` and its reference share."""
     device, size = buffer.device, len(keys)
@@ -86,9 +94,16 @@ def check_fetch(
         ("copy_epoch", copy_epoch, (len(buffer),), torch.int64),
         ("landed", landed, (len(buffer),), torch.int64),
         ("moved", moved, (1,), torch.int64),
-        *([] if ready is None else [("ready", ready, (1,), torch.int32)]),
+        *((f"goes_first[{i}]", word, (1,), torch.int32) for i, word in enumerate(goes_first)),
     ):
         check_tensor(name, tensor, shape, (dtype,), device)
+    for name, word in (("ready", ready), ("closing", closing), ("listed", listed)):
+        if word is not None:
+            check_tensor(name, word, (1,), (torch.int32,), device)
+    if listed is not None and closing is None:
+        raise ValueError("listed is there and closing is not: give both")
+    if len(goes_first) > 2 or (goes_first and listed is None):
+        raise ValueError("goes_first is for launches with `listed`, and two words at most")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if record_bytes < 1 or record_bytes % RECORD_ALIGNMENT:

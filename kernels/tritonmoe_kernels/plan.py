@@ -48,6 +48,7 @@ FREE = tl.constexpr(planner_state.FREE)
 REFUTED = tl.constexpr(planner_state.REFUTED)
 FORETOLD = tl.constexpr(planner_state.FORETOLD)
 HALF_LIFE = tl.constexpr(planner_state.HALF_LIFE)
+LISTED = tl.constexpr(planner_state.LISTED)
 SLOT_BITS = tl.constexpr(planner_state.SLOT_BITS)
 SLOT_MASK = tl.constexpr((1 << planner_state.SLOT_BITS) - 1)
 MASS_SCALE = tl.constexpr(1 / planner_state.MASS_UNIT)
@@ -498,6 +499,7 @@ def _plan_demand_kernel(
         if taken < wanted:
             tl.store(state.header + ERROR, 1)
     tl.store(state.demand_ready + layer, 0)
+    tl.store(state.demand_closing + layer, 0)
     tl.store(state.num_demand + layer, taken)
     is_used = is_first & (all_slots >= 0)
     if IS_LFU:
@@ -704,7 +706,11 @@ def _plan_prefetch_kernel(
     tl.store(state.prefetch_epoch + entries, epoch, mask=is_placed)
     tl.store(state.prefetch_arrivals + entries, 0, mask=is_placed)
     tl.store(state.prefetch_ready + layer, 0)
+    tl.store(state.prefetch_closing + layer, 0)
     tl.store(state.num_prefetch + layer, taken)
+    # Its fetch may have begun, and waits for this alone.
+    tl.debug_barrier()
+    tl.atomic_xchg(state.prefetch_listed + layer, LISTED, sem="release", scope="gpu")
     tl.store(state.num_guesses + layer, num_guesses + num_kept + taken)
     tl.store(prefetched_ptr, prefetched + taken)
 
@@ -752,6 +758,8 @@ def plan_prefetch(
     at the last tick, up to the layer's `limit`, and while all layers' guesses leave `num_routed` slots (T · K) over.
     The layer's prefetch list is new: call it once for a layer and step, and when the previous list has been copied.
     `routing_table` [steps, L, T, M] int32 takes the place of ids, by header's STEP modulo steps.
+
+    prefetch_listed of the layer is LISTED once the list is written, for a fetch that begins beside this launch.
     """
     check_prefetch(state, layer, ids, distance, num_routed, routing_table)
     num_layers, num_experts = state.slot_of.shape

@@ -13,6 +13,7 @@ from tritonmoe_kernels.planner_state import (
     FORETOLD,
     FREE,
     HALF_LIFE,
+    LISTED,
     MASS_UNIT,
     REFUTED,
     Counter,
@@ -196,7 +197,7 @@ def plan_demand_ref(
         counters[Counter.LEFT_OUT] += sum(expert in left_out for expert in ids)
         counters[Counter.LEFT_OUT_MASS] += sum(n for expert, n in zip(ids, units, strict=True) if expert in left_out)
 
-    s.num_demand[layer] = s.demand_ready[layer] = 0
+    s.num_demand[layer] = s.demand_ready[layer] = s.demand_closing[layer] = 0
     for expert in missing:
         slot = planner.take(layer, expert, 2 * tick)
         if slot < 0:
@@ -246,7 +247,7 @@ def plan_prefetch_ref(
         if slot >= 0 and s.guess[slot] == 0 and room > 0:
             pin(slot)
 
-    s.num_prefetch[layer] = s.prefetch_ready[layer] = 0
+    s.num_prefetch[layer] = s.prefetch_ready[layer] = s.prefetch_closing[layer] = 0
     for expert in missing:
         entry = s.num_prefetch[layer]
         slot = planner.take(layer, expert, 2 * target + 1) if room > 0 and entry < s.limit[layer] else -1
@@ -259,6 +260,7 @@ def plan_prefetch_ref(
         s.prefetch_epoch[layer][entry] = 2 * target + 1
         s.prefetch_arrivals[layer][entry] = 0
         s.num_prefetch[layer] += 1
+    s.prefetch_listed[layer] = LISTED
     s.counters[layer][Counter.PREFETCHED] += s.num_prefetch[layer]
 
     queue = range(s.header[Header.QUEUE_HEAD], s.header[Header.QUEUE_END])

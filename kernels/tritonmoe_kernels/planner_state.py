@@ -2,7 +2,7 @@
 
 The rules are those of the engine's slot pool, as a captured decode step can follow them without the host. One tick is
 one call of `plan_demand`; the first has number 1. Everything here is written by one chain of launches but `landed`, the
-arrivals, what is ready and the two byte counters, which the fetch kernels beside that chain write.
+arrivals, the words of lists and the two byte counters, which the fetch kernels beside that chain write.
 
 A copy planned at tick t has epoch 2t on demand, and 2t + 1 where it was foretold for the layer whose tick t will be.
 A slot is resident when it has a key and its `landed` is its `copy_epoch`. Its score says how soon it is given away:
@@ -30,6 +30,7 @@ EVICTIONS = ("lru", "lfu")
 FREE, REFUTED, FORETOLD = -2, -1, 0  # scores
 HALF_LIFE = 32  # steps of L ticks
 NO_LIMIT = 1 << 30
+LISTED = 1
 MIN_QUEUE, MAX_QUEUE = 16, 512  # a refill's comparisons are the square of twice its length; more where calls need more
 SLOT_BITS = 20  # slots are sorted as score · 2^20 + slot
 MASS_UNIT = 2.0**-30  # shares of gate mass are summed as integers, in any order to the same bits
@@ -86,13 +87,16 @@ class PlannerState(NamedTuple):
     demand_slot: torch.Tensor  # [L, T·K] int32
     demand_epoch: torch.Tensor  # [L, T·K] int64
     demand_arrivals: torch.Tensor  # [L, T·K] int32: zeroed for what is listed
-    demand_ready: torch.Tensor  # [L] int32: zeroed with each list
+    demand_ready: torch.Tensor  # [L] int32: zeroed with each list, as the next
+    demand_closing: torch.Tensor  # [L] int32
     num_demand: torch.Tensor  # [L] int32
     prefetch_key: torch.Tensor  # [L, T·M] int32
     prefetch_slot: torch.Tensor  # [L, T·M] int32
     prefetch_epoch: torch.Tensor  # [L, T·M] int64
     prefetch_arrivals: torch.Tensor  # [L, T·M] int32: zeroed for what is listed
-    prefetch_ready: torch.Tensor  # [L] int32: zeroed with each list
+    prefetch_ready: torch.Tensor  # [L] int32: zeroed with each list, as the next
+    prefetch_closing: torch.Tensor  # [L] int32
+    prefetch_listed: torch.Tensor  # [L] int32: LISTED once a list is written, until its launch has seen that
     num_prefetch: torch.Tensor  # [L] int32
     limit: torch.Tensor  # [L] int32: the most to prefetch for the layer at once, written by the host
     counters: torch.Tensor  # [L, 12] int64, by Counter
@@ -163,12 +167,15 @@ class PlannerState(NamedTuple):
             demand_epoch=full64(num_layers, routed),
             demand_arrivals=full(num_layers, routed),
             demand_ready=full(num_layers),
+            demand_closing=full(num_layers),
             num_demand=full(num_layers),
             prefetch_key=full(num_layers, foretold),
             prefetch_slot=full(num_layers, foretold),
             prefetch_epoch=full64(num_layers, foretold),
             prefetch_arrivals=full(num_layers, foretold),
             prefetch_ready=full(num_layers),
+            prefetch_closing=full(num_layers),
+            prefetch_listed=full(num_layers),
             num_prefetch=full(num_layers),
             limit=full(num_layers, value=NO_LIMIT),
             counters=full64(num_layers, len(Counter)),

@@ -4,7 +4,7 @@ Floor: the next router's E·H weights and, for each token, K default vectors of 
 with 8 default vectors in bfloat16, 0.3 us at 4 TB/s. Latency decides; so far it runs before the host reads a layer's
 ids.
 
-Schedule: that of `norm_router`, with about 64 programs so that most of the GPU stays with the experts: each program
+Schedule: that of `norm_router`, with about 32 programs so that most of the GPU stays with the experts: each program
 asks for its router rows, mixes the default vectors of its token in the order of K, norms, stores its logits, and the
 last to arrive ranks all E. The quasi-hidden state stays in float32 until it is rounded to the residual's dtype.
 """
@@ -137,7 +137,7 @@ def speculate(
     if not tokens:
         return out
     # K default vectors are in flight at once: four warps run out of registers on gfx1100 beyond 2,048 values.
-    block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=64, four_warps_up_to=2048)
+    block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=32, four_warps_up_to=2048)
     block_g, block_s = group_blocks(experts, routing.num_groups)
     _speculate_kernel[(cdiv(experts, block_e), tokens)](
         residual,

@@ -1,19 +1,22 @@
 """The device decides which experts a decode step fetches, and fetches them: nothing of a step needs the host.
 
-Four branches of one captured step, T tokens:
+Five branches of one captured step, T tokens; behind what is in brackets:
 
-    main      router(l) -> plan_demand(l) -> experts that are there -> [late(l)] -> combine -> …
-    side      after router(l): guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
-    demand    after plan_demand(l): what is missing and not on its way -> late(l): experts that were missing
-    prefetch  after plan_prefetch and [demand(l)]: what is foretold for l + 1
+    main      router(l) -> plan_demand(l) -> experts that are there -> [late(l), side] -> combine -> …
+    side      [router(l)] -> guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
+    demand    [plan_demand(l)] -> what is missing and not on its way
+    prefetch  [plan_prefetch] -> what is foretold for l + 1
+    late      [demand(l), prefetch(l)] -> experts that were missing
 
-late(l) is also behind prefetch(l), which the layer before began. It begins before these two have ended: its gate_up
-runs while their last record's down is copied. It is in the branch of its demand, for behind a demand of another branch
-it did not begin early (docs/log.md).
+A branch begins anew in each layer, behind nothing else: a launch begins before the end of one launch that it comes
+behind, the one captured first, and behind all others after their end (tools/probe_edges.py). Guesses, demand and
+prefetches come behind one each; plan_prefetch begins when the demand is planned, and waits for the guess. late(l)
+begins before its prefetch has ended, or where nothing is prefetched its demand: its gate_up runs while the last
+record's down is copied. A prefetch waits for its list, then lets the layer's demand and the prefetch before it ask for
+their last bytes.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
-of all this only the plan is on the way of the step. Demand has a branch of its own so that none of it is between two
-layers' prefetches when these keep the link busy.
+of all this only the plan is on the way of the step.
 
 router(l + 1) comes after the side branch of layer l: whatever reads or changes the planner's state is one chain. What
 plan_demand(l) gives away is in nobody's use, for main has computed layer l - 1, and nobody writes to it: late(l - 1),
@@ -29,7 +32,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,6 +42,7 @@ from tritonmoe.model.expert_store import ExpertStore, expert_name, not_arrived
 from tritonmoe.model.operations import Operations
 from tritonmoe.model.pinned_memory import device_address
 from tritonmoe.model.spec import ModelSpec
+from tritonmoe.offload.branch import done_so_far, make_branch
 from tritonmoe.offload.counters import Counters
 from tritonmoe.offload.policy import Policy
 from tritonmoe.offload.prefetch_guard import PrefetchGuard
@@ -47,6 +51,8 @@ from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 from tritonmoe_kernels.planner_state import FREE, HALF_LIFE, MASS_UNIT, NO_LIMIT, Counter, Header, PlannerState
 from tritonmoe_kernels.routing import NormRouterOutput
 
+SOON = -1  # the priority of what others wait for, before main and what comes late, which have many programs
+SLOW_PREDICTORS = ("estimator", "hybrid")
 GUARD_STEPS = 32  # between two looks of the guard
 GLIMPSE_S = 5.0  # for a few kilobytes from a device that may be stuck
 
@@ -105,15 +111,18 @@ class DeviceScheduler:
                 self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
-        # Before the main branch, whose next kernel has enough programs to keep others waiting.
-        self._side, self._demand, self._prefetch = (_branch(device, priority=-1) for _ in range(3))
-        self._branches = self._side, self._demand, self._prefetch
+        self._side, self._demand, self._prefetch = (make_branch(device, SOON) for _ in range(3))
+        self._late = make_branch(device)
+        self._branches = self._side, self._demand, self._prefetch, self._late
+        self._has_slow_guesses = policy.lookahead > 1 or policy.predictor in SLOW_PREDICTORS
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._fetched_ahead: dict[int, _Fetch] = {}  # by layer, what was fetched ahead for it last
+        self._planned: object = None  # when the layer's demand is
+        self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
         self._kept: object = None  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
@@ -137,6 +146,8 @@ class DeviceScheduler:
         state.landed.copy_(epoch)
         state.guess.zero_()
         state.num_guesses.zero_()
+        for ahead in self._states_ahead:
+            ahead.prefetch_listed.zero_()  # what was interrupted may have left a list that nobody fetched
         header = torch.zeros(len(state.header), dtype=torch.int64)
         header[Header.TICK] = clock
         header[Header.QUEUE_HEAD : Header.QUEUE_END + 1] = state.queue_capacity  # nothing queued: the first plan looks
@@ -146,6 +157,7 @@ class DeviceScheduler:
         for branch in self._branches:
             branch.reset()
         self._fetched_ahead.clear()
+        self._closing.clear()
         self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
@@ -279,6 +291,7 @@ class DeviceScheduler:
         self._ops.plan_demand(
             state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
         )
+        self._planned = done_so_far(self._buffer.device)
         with self._demand.fork():
             self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
         return ids
@@ -286,18 +299,20 @@ class DeviceScheduler:
     @contextlib.contextmanager
     def behind_copies(self, layer_id: int) -> Iterator[list[torch.Tensor]]:
         """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
-        done; what follows finds it done. The first launch may begin when the words that are yielded are READY, as
-        `expert_gemm` does."""
+        done; what follows finds it done, and mostly what was launched `beside` it. The first launch may begin when the
+        words that are yielded are READY, as `expert_gemm` does."""
         copies = [_Fetch(self._demand.done, self.state.demand_ready[layer_id : layer_id + 1])]
         if layer_id in self._fetched_ahead:
             copies.append(self._fetched_ahead.pop(layer_id))
         try:
-            with self._demand.fork(*(copy.done for copy in copies)):
+            with self._late.fork(*(copy.done for copy in copies)):
                 yield [copy.ready for copy in copies]
         except BaseException:
-            self._demand.abandon()  # before anything that it writes to is freed
+            self._late.abandon()  # before anything that it writes to is freed
             raise
-        self._demand.join()
+        self._late.join()
+        if not self._has_slow_guesses:  # else where the next layer is routed, whose launch then begins after others
+            self.join()
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput) -> Iterator[None]:
@@ -306,8 +321,15 @@ class DeviceScheduler:
         with self._side.fork():
             yield
 
+    @contextlib.contextmanager
+    def behind_guesses(self) -> Iterator[None]:
+        """The same, behind what was launched there for the layer."""
+        with self._side.go_on():
+            yield
+
     def look_ahead(self, layer_id: int, routed: NormRouterOutput, guesses: dict[int, torch.Tensor]) -> None:
-        """Fetch ahead what is foretold, ids [T, M] by later layer; after the layer's `plan`."""
+        """Fetch ahead what is foretold, ids [T, M] by later layer; after the layer's `plan`, and best after the experts
+        that are there are launched: what comes behind both then begins before the end of these."""
         later = [layer for layer in self._moe_layers if layer > layer_id]
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
@@ -316,12 +338,14 @@ class DeviceScheduler:
         for target, ids in guesses.items():
             distance = later.index(target) + 1
             state = self._states_ahead[distance - 1]
-            with self._side.fork():
+            with self._side.go_on(self._planned):
                 self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
-            with self._prefetch.fork(self._side.done, self._demand.done):
+            # Lists at several distances are fetched one after the other: the last one's end is that of all.
+            before = (self._prefetch.done,) if self._policy.lookahead > 1 else ()
+            with self._prefetch.fork(self._side.done, *before):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             self._fetched_ahead[target] = _Fetch(self._prefetch.done, state.prefetch_ready[target : target + 1])
-        with self._side.fork():
+        with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
                 self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
@@ -339,11 +363,13 @@ class DeviceScheduler:
         self.join()
         self._demand.join()
         self._prefetch.join()
+        self._closing.clear()
         if self._tables is not None:
             self.state.header[Header.STEP].add_(1)
 
     def abandon(self) -> None:
         """Have every branch end here, whatever it was doing: a capture failed."""
+        self._closing.clear()
         for branch in self._branches:
             branch.abandon()
 
@@ -355,6 +381,10 @@ class DeviceScheduler:
     def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
         lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]
         counted = slice(layer_id, layer_id + 1)
+        options: dict[str, Any] = {}
+        if kind == "prefetch":  # it begins beside its plan, and its bytes behind others'
+            options = {"listed": state.prefetch_listed[counted], "goes_first": tuple(self._closing.values())}
+        self._closing[kind] = getattr(state, f"{kind}_closing")[counted]
         self._ops.fetch(
             *lists,
             getattr(state, f"num_{kind}")[counted],
@@ -369,6 +399,8 @@ class DeviceScheduler:
             is_speculative=kind == "prefetch",
             ready=getattr(state, f"{kind}_ready")[counted],
             first_bytes=self._first_bytes,
+            closing=self._closing[kind],
+            **options,
         )
 
 
@@ -377,63 +409,6 @@ class _Fetch(NamedTuple):
 
     done: object
     ready: torch.Tensor
-
-
-class _Branch:
-    """Launches beside the current stream; on a CPU, where nothing runs beside, in place."""
-
-    done: object = None  # when what was forked last is complete
-
-    @contextlib.contextmanager
-    def fork(self, *done: object) -> Iterator[None]:
-        """What is launched inside runs behind earlier forks, and behind the current stream's launches so far or, if
-        given, what other branches had launched when they were `done`."""
-        yield
-
-    def join(self) -> None:
-        """What is launched from here on runs behind the branch."""
-
-    def abandon(self) -> None:
-        """`join`, in whatever state a failure left the branch."""
-
-    def reset(self) -> None:
-        """Nothing launched before is awaited any more."""
-
-
-class _StreamBranch(_Branch):
-    def __init__(self, device: torch.device, priority: int) -> None:
-        self._stream = torch.cuda.Stream(device, priority=priority)
-        self._is_forked = False
-
-    @contextlib.contextmanager
-    def fork(self, *done: object) -> Iterator[None]:
-        self._is_forked = True
-        if not done:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        for event in done:
-            if isinstance(event, torch.cuda.Event):
-                self._stream.wait_event(event)
-        with torch.cuda.stream(self._stream):
-            yield
-        self.done = torch.cuda.Event()
-        self.done.record(self._stream)
-
-    def join(self) -> None:
-        if isinstance(self.done, torch.cuda.Event):
-            torch.cuda.current_stream().wait_event(self.done)
-        self.reset()
-
-    def abandon(self) -> None:
-        if self._is_forked:
-            torch.cuda.current_stream().wait_stream(self._stream)
-        self.reset()
-
-    def reset(self) -> None:
-        self.done, self._is_forked = None, False
-
-
-def _branch(device: torch.device, priority: int) -> _Branch:
-    return _StreamBranch(device, priority) if device.type == "cuda" else _Branch()
 
 
 def device_addresses(store: ExpertStore, device: torch.device) -> dict[int, int] | str:

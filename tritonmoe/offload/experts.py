@@ -33,7 +33,7 @@ from tritonmoe.model.weights import ModelWeights
 from tritonmoe.offload.copy_engine import DEPTH, CopyEngine, Priority, copy_engine
 from tritonmoe.offload.counters import Counters
 from tritonmoe.offload.device_scheduler import GUARD_STEPS, DeviceScheduler, RoutingTables, device_addresses
-from tritonmoe.offload.policy import Policy, minimum_slots, should_host_plan
+from tritonmoe.offload.policy import Policy, holds_a_step, minimum_slots, should_host_plan
 from tritonmoe.offload.prefetch_guard import PrefetchGuard
 from tritonmoe.offload.scheduler import Plan, Scheduler, Wave
 from tritonmoe.offload.slot_pool import SlotPool
@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
-# Of launches for missing experts: enough for all the memory's bandwidth, and few to start where nothing is missing.
-LATE_PROGRAMS = 528
+# Of launches for missing experts: few to start where nothing may be missing, and enough where everything is.
+LATE_PROGRAMS, MANY_LATE_PROGRAMS = 528, 2112
 
 
 class Block(NamedTuple):
@@ -538,16 +538,18 @@ class OffloadedExperts(Experts):
     def _compute_on_device(
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
-        with device.beside(routed):
-            guesses = self.predictor.guess(layer_id, routed)
-            self._choose(guesses)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
+        with device.beside(routed):
+            guesses = self.predictor.guess(layer_id, routed)
         ids = device.plan(layer_id, routed)
-        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
+        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
+        with device.behind_guesses():  # not before: no fetch waits for it
+            self._choose(guesses)
+        programs = LATE_PROGRAMS if holds_a_step(self._spec, self.pool.num_slots) else MANY_LATE_PROGRAMS
         with device.behind_copies(layer_id) as ready:
-            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, LATE_PROGRAMS, ready)
+            self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, programs, ready)
         if layer_id == self._moe_layers[-1]:
             device.end()
 

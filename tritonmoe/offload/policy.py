@@ -233,8 +233,13 @@ def should_host_plan(spec: ModelSpec, policy: Policy, num_slots: int, record_byt
     """
     if batch > 1 or policy.predictor == "none" or policy.eviction != "lru":
         return False
-    routed = [moe.num_experts_per_tok for moe in spec.moe_layers.values()]
-    return num_slots < sum(routed) and min(routed) * record_bytes >= LEAST_HIDING_BYTES
+    fewest = min(moe.num_experts_per_tok for moe in spec.moe_layers.values())
+    return not holds_a_step(spec, num_slots) and fewest * record_bytes >= LEAST_HIDING_BYTES
+
+
+def holds_a_step(spec: ModelSpec, num_slots: int) -> bool:
+    """Whether the slots hold all experts that a step of one sequence asks for; else they hold none that it finds."""
+    return num_slots >= sum(moe.num_experts_per_tok for moe in spec.moe_layers.values())
 
 
 def _distinct(moe: MoeSpec, batch: int, candidates: int) -> int:
