@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from documents.markdown import ABSENT, figure, gigabytes, listing, percent, table
-from documents.measurement import each, forms, origin, read, runs, tpot
+from documents.measurement import each, forms, origin, runs, tpot
 
 
 def routing(part: dict[str, Any]) -> str:
@@ -103,6 +103,6 @@ def _link_cells(row: dict[str, Any]) -> list[str]:
 
 
 REGIONS = {
-    "routing": lambda: routing(read("routing-qwen3-30b-a3b.json")),
+    "routing": lambda: each(routing, runs("routing-qwen3-30b-a3b")),
     "offload": lambda: each(offload, runs("offload-qwen3-30b-a3b")),
 }
