@@ -146,15 +146,22 @@ def dense(units: int, hidden: int, has_norm: bool, dtype: torch.dtype, form: Wei
 
 
 def fetching(
-    is_speculative: bool, record_words: int = 2_359_296, first: int = 0, is_awaited: bool = False, **options: int
+    is_speculative: bool,
+    record_words: int = 2_359_296,
+    first: int = 0,
+    is_awaited: bool = False,
+    awaits: bool = False,
+    **options: int,
 ) -> None:
-    """A list that is a row of a table and begins at element `first` of it; its first parts are awaited, or not."""
+    """A list that is a row of a table and begins at element `first` of it; its first parts are awaited, or not, and it
+    awaits its list and its turn, or not."""
     ids, ticks = torch.zeros(20, dtype=torch.int32), torch.zeros(20, dtype=torch.int64)
-    row, epochs = ids[first : first + 8], ticks[first : first + 8]
+    row, epochs, word = ids[first : first + 8], ticks[first : first + 8], ids[first : first + 1]
     fetch(
         row, row, epochs, ids[first : first + 1], row, ticks, 128, 4 * record_words,
         torch.empty(20, record_words, dtype=torch.int32), ticks, ticks, ticks[first : first + 1], is_speculative,
-        ready=ids[first : first + 1] if is_awaited else None, **options,
+        ready=word if is_awaited else None, closing=word if is_awaited else None, listed=word if awaits else None,
+        goes_first=(word, word) if awaits else (), **options,
     )  # fmt: skip
 
 
@@ -164,6 +171,8 @@ KNOWN_SPILLS = {
     ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
     ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes, as the next
     ("experts-qwen3-ready-1", "sm_90", "fp32"),
+    ("fetch-awaited", "sm_80", "bf16"),  # triton 3.9, as the next: 16 and 12 bytes, the assembler chooses 64 registers
+    ("fetch-awaiting", "sm_120", "bf16"),
     ("plan-qwen3", "sm_120", "bf16"),  # triton 3.6: 8 bytes of plan_prefetch, which nothing waits for
 }
 
@@ -192,7 +201,8 @@ DECODE: dict[str, Case] = {
     "experts-gpt_oss": lambda dtype: experts(1, 4, 2880, 2880, "swiglu_clamped", dtype),
     "fetch-demand": lambda _: fetching(False),
     "fetch-speculative": lambda _: fetching(True),
-    "fetch-awaited": lambda _: fetching(True, is_awaited=True),
+    "fetch-awaited": lambda _: fetching(False, is_awaited=True),
+    "fetch-awaiting": lambda _: fetching(True, is_awaited=True, awaits=True),
 }
 INT4 = WeightFormat("int4", 128, scale_dtype=torch.float16, has_zeros=True)
 INT8 = WeightFormat("int8", 32, scale_dtype=torch.bfloat16)
@@ -368,6 +378,26 @@ def test_lists_of_all_layers_are_fetched_by_one_kernel(compile_for: Callable[[st
     ]
     kernels = [compile_for("sm_90", lambda _, v=v: fetching(True, **v), "bf16")[0] for v in variants]
     assert len({kernel.hash for kernel in kernels}) == 1
+
+
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+def test_a_list_is_read_behind_its_word(compile_for: Callable[[str, Case, str], list[Any]]) -> None:
+    """The plan stores it, then a barrier, then the word; the fetch acquires that, then a barrier, then it reads."""
+    pattern = r"^\s*(?:@%p\d+ )?((?:ld|st)\.global\S*|(?:atom|bar)\.\S+|griddepcontrol\.\w+)"
+    _, planned = compile_for("sm_90", DECODE["plan-qwen3"], "bf16")
+    steps = re.findall(pattern, planned.asm["ptx"], re.MULTILINE)
+    word = steps.index("atom.global.gpu.release.exch.b32")
+    assert steps[word - 1] == "bar.sync"
+    assert sum(step.startswith("st.") for step in steps[:word]) >= 8  # the list, its count and words, and its slots
+    fetched = compile_for("sm_90", DECODE["fetch-awaiting"], "bf16")[0]
+    steps = re.findall(pattern, fetched.asm["ptx"], re.MULTILINE)
+    looks = [i for i, step in enumerate(steps) if step == "ld.global.gpu.acquire.b32"]
+    reads = [i for i, step in enumerate(steps) if step.startswith("ld.global.b") or step.startswith("ld.global.cg")]
+    assert looks[0] < reads[0]
+    assert "bar.sync" in steps[looks[0] : reads[0]]
+    assert len(looks) == 3  # its list, and whom it lets go first: before the first bytes
+    assert looks[-1] < steps.index("ld.global.cg.v4.b32")
+    assert steps[-1] == "griddepcontrol.wait"
 
 
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")

@@ -20,6 +20,7 @@ from tritonmoe_kernels.plan_reference import plan_demand_ref, plan_prefetch_ref
 from tritonmoe_kernels.planner_state import (
     FORETOLD,
     HALF_LIFE,
+    LISTED,
     MASS_UNIT,
     NO_LIMIT,
     REFUTED,
@@ -32,6 +33,7 @@ from tritonmoe_kernels.planner_state import (
 pytestmark = KERNEL_MARKS
 
 CPU = torch.device("cpu")
+USED = 7  # what a word may hold before a plan
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,7 @@ class Session:
         for plan, state, device in self.planners(plan_demand, plan_demand_ref):
             out = [poisoned(*topk_ids.shape, dtype=torch.int32).to(device) for _ in range(2)]
             given, table = self.given(topk_ids, layer, device)
+            state.demand_ready[layer] = state.demand_closing[layer] = USED
             plan(state, layer, given, weights.to(device), *out, case.miss_tolerance, case.eviction, table)
             results.append([slots.cpu() for slots in out])
         for actual, expected in zip(results[0], results[-1], strict=True):
@@ -135,6 +138,7 @@ class Session:
         self.check_demand(layer, topk_ids, results[-1], before)
         count = int(self.expected.num_demand[layer])
         self.check_written_once(self.expected.demand_slot[layer, :count])
+        assert self.expected.demand_ready[layer] == self.expected.demand_closing[layer] == 0
 
     def land_demand(self, layer: int) -> None:
         """On a branch of its own: all of it, whatever is still foretold for later layers."""
@@ -154,8 +158,12 @@ class Session:
         for plan, state, device in self.planners(plan_prefetch, plan_prefetch_ref):
             state.limit[layer] = limit
             given, table = self.given(foretold, layer, device)
+            state.prefetch_ready[layer] = state.prefetch_closing[layer] = USED
+            state.prefetch_listed[layer] = 0
             plan(state, layer, given, distance, case.tokens * case.top_k, table)
         self.check()
+        assert self.expected.prefetch_ready[layer] == self.expected.prefetch_closing[layer] == 0
+        assert self.expected.prefetch_listed[layer] == LISTED
         count = int(self.expected.num_prefetch[layer])
         assert count <= limit
         slots, epochs = self.expected.prefetch_slot[layer, :count], self.expected.prefetch_epoch[layer, :count]

@@ -6,14 +6,12 @@ and ended on the device's clock, in us from the first one's beginning; of four r
     long, short   let dependents begin at once, wait for what they come behind, then run for some microseconds
     looks         notes when it began, then waits: what is asked
 
-In general `looks` begins early behind one launch that it comes behind, the one that was captured first, and behind the
-others after they have ended. An edge that another implies counts like any other.
+Each graph is made with streams of the main one's priority, and with streams that go before it.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -26,9 +24,11 @@ import triton.language as tl
 from bench.cli import store
 from provenance import ROOT, provenance
 
+from tritonmoe.offload.branch import forget_launches
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 
 OUTPUT = ROOT / "docs/measurements/log/graph-edges.json"
+PRIORITIES = (0, -1)
 REPLAYS = 4
 MOST_LAUNCHES = 16
 
@@ -64,6 +64,7 @@ class Graph:
     """Launches in the order of their capture, on streams that begin behind the first one."""
 
     times: torch.Tensor
+    priority: int  # of the other streams
     streams: dict[str, torch.cuda.Stream] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
 
@@ -80,19 +81,14 @@ class Graph:
     def stream(self, name: str) -> torch.cuda.Stream:
         if name == "main":
             return torch.cuda.current_stream()
-        return self.streams.setdefault(name, torch.cuda.Stream())
+        if name not in self.streams:
+            self.streams[name] = torch.cuda.Stream(priority=self.priority)
+        return self.streams[name]
 
     def wait(self, stream: str, *events: torch.cuda.Event) -> None:
         """What the stream launches next comes behind these, too."""
         for event in events:
             self.stream(stream).wait_event(event)
-
-    def forget(self, stream: str) -> None:
-        """What the stream launches next comes behind nothing."""
-        code = ctypes.CDLL("libcuda.so.1").cuStreamUpdateCaptureDependencies(
-            ctypes.c_void_p(self.stream(stream).cuda_stream), None, ctypes.c_size_t(0), ctypes.c_uint(1)
-        )
-        assert code == 0, f"CUDA error {code}"
 
 
 def one_edge(graph: Graph) -> None:
@@ -126,7 +122,7 @@ def implied_edge(is_forgotten: bool) -> Callable[[Graph], None]:
         graph.launch("short", 3)
         done = graph.launch("long", 40)
         if is_forgotten:
-            graph.forget("b")
+            forget_launches(graph.stream("b"))
         graph.wait("b", done)
         graph.launch("looks", 1, "b")
 
@@ -150,10 +146,10 @@ def joined(graph: Graph) -> None:
 GRAPHS = (one_edge, two_edges(60, 20), two_edges(20, 60), implied_edge(False), implied_edge(True), joined)
 
 
-def measure(build: Callable[[Graph], None], device: torch.device) -> list[dict[str, Any]]:
+def measure(build: Callable[[Graph], None], priority: int, device: torch.device) -> list[dict[str, Any]]:
     """What a graph's launches noted."""
     times = torch.zeros(2 * MOST_LAUNCHES, dtype=torch.int64, device=device)
-    found, captured = Graph(times), torch.cuda.CUDAGraph()
+    found, captured = Graph(times, priority), torch.cuda.CUDAGraph()
     with torch.cuda.graph(captured):
         build(found)
         for stream in found.streams.values():
@@ -179,10 +175,14 @@ def main() -> int:
         times = torch.zeros(2, dtype=torch.int64, device=device)
         _launch(times, 0, 1, looks)
     torch.cuda.synchronize(device)
-    graphs: list[dict[str, Any]] = [{"graph": build.__doc__, "launches": measure(build, device)} for build in GRAPHS]
+    graphs: list[dict[str, Any]] = [
+        {"graph": build.__doc__, "priority": priority, "launches": measure(build, priority, device)}
+        for build in GRAPHS
+        for priority in PRIORITIES
+    ]
     store(options.output, {"provenance": provenance(), "graphs": graphs})
     for graph in graphs:
-        print(graph["graph"])
+        print(f"{graph['graph']}; streams of priority {graph['priority']}")
         for launch in graph["launches"]:
             print(f"    {launch['name']:8}{launch['begin_us']:6.1f} to {launch['end_us']:5.1f} us")
     return 0

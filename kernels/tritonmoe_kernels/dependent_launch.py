@@ -11,9 +11,10 @@ Because 3 comes after 2, whatever runs in part 1 starts after the launch before 
 what that one or any earlier one wrote. Every program must pass 2, also one that has nothing to do, or the launches
 after it could overtake the ones before it. Nothing is written before 2.
 
-One launch does otherwise: gate_up of missing experts, behind the fetches that bring them. It computes with what these
-have published, and comes to 2 last. Its own dependents begin before that; their first part reads slot ids alone, which
-were there before the demand was fetched.
+Two launches do otherwise. gate_up of missing experts, behind the fetches that bring them, computes with what these have
+published, and comes to 2 last. Its own dependents begin before that; their first part reads slot ids alone, which were
+there before the demand was fetched. A fetch ahead, behind the plan that lists it, copies what that has published,
+publishes in turn, lets dependents begin, and comes to 2 last: so its end is the plan's, too.
 """
 
 from __future__ import annotations

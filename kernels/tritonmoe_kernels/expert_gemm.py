@@ -429,8 +429,8 @@ def expert_gemm(
 
     With `programs` (of which gate_up then has no more than make EARLY_WARPS together), `ready` may be the words [1]
     int32, one or two, of those `fetch` launches of the same device that bring experts of `slot_ids`, each with gate_up
-    and its bias as first part. They must be what this launch depends on, and nothing else may be that they did not wait
-    for: it begins, and computes gate_up, while they still copy down.
+    and its bias as first part. They must be what this launch depends on, and all else that it reads, slot ids and `x`,
+    be complete when the demand among them begins: gate_up is computed while they still copy down.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape

@@ -30,9 +30,8 @@ A speculative record may be refuted while it is copied: then its slot's `copy_ep
 look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
 scalar atomic, as a load may be served from L1, and it is issued while the loads of a chunk are under way: its
 microsecond is theirs too. Were it not, one look in 2 chunks of 5 us (16 programs at 51.2 GB/s) would take 10 % of a
-program's time, and nothing of the link's until the bytes in flight to spare are used up. Nothing waits for another
-branch of a graph: programs look and go on. Stores to a refuted slot may still be under way for as long as this launch
-runs: the planner gives it to another record only when that is over.
+program's time, and nothing of the link's until the bytes in flight to spare are used up. Stores to a refuted slot may
+still be under way for as long as this launch runs: the planner gives it to another record only when that is over.
 """
 
 from __future__ import annotations
@@ -269,9 +268,9 @@ def fetch(
     launch relies on. It lets launches go first that `goes_first` has the `closing` of, two at most, or for some
     milliseconds.
 
-    `programs` and tiles change nothing but speed, and no program waits for another. `delay` (tests) spins about as many
-    microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists of any
-    length, position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
+    `programs` and tiles change nothing but speed, and no program waits for another of its launch. `delay` (tests) spins
+    about as many microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists
+    of any length, position in their tables, looks and delays share one compiled kernel, but for a `delay` of 0.
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,

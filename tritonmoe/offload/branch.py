@@ -20,7 +20,8 @@ class Branch:
     def fork(self, *done: object) -> Iterator[None]:
         """What is launched inside runs behind the current stream's launches so far or, if given, behind what branches
         had launched when they were `done`; and behind nothing else, where a graph is captured: what the branch launched
-        before must be complete then, or need not be."""
+        before must be complete then, or need not be. What allocates memory inside must come behind the branch's last
+        `join`: it may be given what was freed there."""
         yield
 
     @contextlib.contextmanager
@@ -47,8 +48,9 @@ class StreamBranch(Branch):
 
     @contextlib.contextmanager
     def fork(self, *done: object) -> Iterator[None]:
+        assert not done or any(isinstance(event, torch.cuda.Event) for event in done), "behind nothing at all"
         self._is_forked = True
-        _forget_launches(self._stream)
+        forget_launches(self._stream)
         if not done:
             self._stream.wait_stream(torch.cuda.current_stream())
         with self.go_on(*done):
@@ -91,10 +93,10 @@ def done_so_far(device: torch.device) -> object:
     return event
 
 
-def _forget_launches(stream: torch.cuda.Stream) -> None:
+def forget_launches(stream: torch.cuda.Stream) -> None:
     """Take the edges away that the stream's next launch would have in the graph that is being captured, if one is.
 
-    An edge that others imply is not free: a launch that may begin early does so behind one (tools/probe_edges.py).
+    An edge that others imply is not free: behind several launches the next one begins later (tools/probe_edges.py).
     """
     with torch.cuda.stream(stream):
         is_captured = torch.cuda.is_current_stream_capturing()

@@ -8,12 +8,14 @@ Five branches of one captured step, T tokens; behind what is in brackets:
     prefetch  [plan_prefetch] -> what is foretold for l + 1
     late      [demand(l), prefetch(l)] -> experts that were missing
 
-A branch begins anew in each layer, behind nothing else: a launch begins before the end of one launch that it comes
-behind, the one captured first, and behind all others after their end (tools/probe_edges.py). Guesses, demand and
-prefetches come behind one each; plan_prefetch begins when the demand is planned, and waits for the guess. late(l)
-begins before its prefetch has ended, or where nothing is prefetched its demand: its gate_up runs while the last
-record's down is copied. A prefetch waits for its list, then lets the layer's demand and the prefetch before it ask for
-their last bytes.
+A branch begins anew in each layer, behind nothing else: behind one launch the next one surely begins before that has
+ended, behind several maybe before one of them has (tools/probe_edges.py). Nothing relies on which. Guesses, demand and
+prefetches come behind one launch each. late(l) begins before its prefetch has ended, or where nothing is prefetched its
+demand: its gate_up runs while the last record's down is copied. A prefetch is there before its list, waits for that,
+then lets the layer's demand and the prefetch before it ask for their last bytes.
+
+Where layers are foretold at several distances, a layer has several lists, of which late(l) knows the last one only: so
+prefetches come one behind the other, and behind the demand, and none begins before.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step.
@@ -44,7 +46,7 @@ from tritonmoe.model.pinned_memory import device_address
 from tritonmoe.model.spec import ModelSpec
 from tritonmoe.offload.branch import done_so_far, make_branch
 from tritonmoe.offload.counters import Counters
-from tritonmoe.offload.policy import Policy
+from tritonmoe.offload.policy import TRAINED_PREDICTORS, Policy
 from tritonmoe.offload.prefetch_guard import PrefetchGuard
 from tritonmoe.offload.slot_pool import SlotPool
 from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
@@ -52,7 +54,6 @@ from tritonmoe_kernels.planner_state import FREE, HALF_LIFE, MASS_UNIT, NO_LIMIT
 from tritonmoe_kernels.routing import NormRouterOutput
 
 SOON = -1  # the priority of what others wait for, before main and what comes late, which have many programs
-SLOW_PREDICTORS = ("estimator", "hybrid")
 GUARD_STEPS = 32  # between two looks of the guard
 GLIMPSE_S = 5.0  # for a few kilobytes from a device that may be stuck
 
@@ -114,14 +115,14 @@ class DeviceScheduler:
         self._side, self._demand, self._prefetch = (make_branch(device, SOON) for _ in range(3))
         self._late = make_branch(device)
         self._branches = self._side, self._demand, self._prefetch, self._late
-        self._has_slow_guesses = policy.lookahead > 1 or policy.predictor in SLOW_PREDICTORS
+        self._has_slow_guesses = policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._fetched_ahead: dict[int, _Fetch] = {}  # by layer, what was fetched ahead for it last
-        self._planned: object = None  # when the layer's demand is
+        self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
         self._kept: object = None  # what the side branch reads, until it is joined
 
@@ -323,7 +324,7 @@ class DeviceScheduler:
 
     @contextlib.contextmanager
     def behind_guesses(self) -> Iterator[None]:
-        """The same, behind what was launched there for the layer."""
+        """The same, behind what was launched there for the layer, plans of prefetches included."""
         with self._side.go_on():
             yield
 
@@ -340,9 +341,8 @@ class DeviceScheduler:
             state = self._states_ahead[distance - 1]
             with self._side.go_on(self._planned):
                 self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
-            # Lists at several distances are fetched one after the other: the last one's end is that of all.
-            before = (self._prefetch.done,) if self._policy.lookahead > 1 else ()
-            with self._prefetch.fork(self._side.done, *before):
+            others = () if self._policy.lookahead == 1 else (self._demand.done, self._prefetch.done)
+            with self._prefetch.fork(self._side.done, *others):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             self._fetched_ahead[target] = _Fetch(self._prefetch.done, state.prefetch_ready[target : target + 1])
         with self._side.go_on():
@@ -382,7 +382,7 @@ class DeviceScheduler:
         lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]
         counted = slice(layer_id, layer_id + 1)
         options: dict[str, Any] = {}
-        if kind == "prefetch":  # it begins beside its plan, and its bytes behind others'
+        if kind == "prefetch" and self._policy.lookahead == 1:  # it begins beside its plan, its bytes behind others'
             options = {"listed": state.prefetch_listed[counted], "goes_first": tuple(self._closing.values())}
         self._closing[kind] = getattr(state, f"{kind}_closing")[counted]
         self._ops.fetch(

@@ -46,7 +46,8 @@ logger = logging.getLogger(__name__)
 NOTHING = Wave({}, {}, [])
 SCAN_DEPTH = 12  # copies under way ahead of a scan, which wants them anyway while the host is busy with launches
 SCAN_SHARE = 0.75  # of a layer's experts: a prefill step that wants so many will want as many of the next layer
-# Of launches for missing experts: few to start where nothing may be missing, and enough where everything is.
+# Of launches for missing experts: few to start where nothing may be missing, and enough where everything is. gate_up
+# beside a fetch has fewer (EARLY_WARPS), so that it is for down to choose.
 LATE_PROGRAMS, MANY_LATE_PROGRAMS = 528, 2112
 
 
@@ -538,15 +539,19 @@ class OffloadedExperts(Experts):
     def _compute_on_device(
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
+        guesses: dict[int, SpeculateOutput] = {}
+        foretells = self.policy.predictor != "none"
+        if foretells:
+            with device.beside(routed):
+                guesses = self.predictor.guess(layer_id, routed)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
-        with device.beside(routed):
-            guesses = self.predictor.guess(layer_id, routed)
         ids = device.plan(layer_id, routed)
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
-        device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
-        with device.behind_guesses():  # not before: no fetch waits for it
-            self._choose(guesses)
+        if foretells:
+            device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
+            with device.behind_guesses():  # not before: no fetch waits for it
+                self._choose(guesses)
         programs = LATE_PROGRAMS if holds_a_step(self._spec, self.pool.num_slots) else MANY_LATE_PROGRAMS
         with device.behind_copies(layer_id) as ready:
             self._run_slots(layer_id, routed.x, ids.misses, self._slots, out, programs, ready)
