@@ -492,7 +492,8 @@ def router_pf_step(
         y = torch.zeros_like(r)
         for gate, e in zip(gates[0], ids[0], strict=True):
             experts = w.moe.experts
-            y += gate * reference.glu_mlp(normed, experts.gate_up[e], experts.down[e])
+            hidden = reference.activation(normed @ experts.gate_up[e].T, "silu")
+            y += gate * (hidden @ experts.down[e].T)
         if i + 1 < len(spec.layers):
             later = weights.layers[i + 1]
             assert later.moe is not None

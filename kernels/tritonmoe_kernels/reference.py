@@ -139,11 +139,6 @@ def activation(gate_up: torch.Tensor, kind: str, limit: float = 0.0, alpha: floa
     return (up + 1) * gate * torch.sigmoid(gate * alpha)
 
 
-def glu_mlp(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    """Dense SiLU-GLU: x [T, H], gate_up [2I, H], down [H, I] -> [T, H]."""
-    return F.linear(activation(F.linear(x, gate_up), "silu"), down)
-
-
 def expert_mlp(
     x: torch.Tensor,
     slot_ids: torch.Tensor,

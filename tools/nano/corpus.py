@@ -27,7 +27,6 @@ from .tasks import training_items
 from .tokenizer import END_OF_TEXT_ID, train_tokenizer
 
 WORK_SEPARATOR = "\x1e"
-TRAINING_STREAMS = ("text", "tasks", "stories")
 # Held out: whole works that training never sees, and single passages of works whose other passages it does see.
 HELD_OUT_STREAMS = ("works", "passages")
 
