@@ -78,6 +78,7 @@ def test_report_of_a_machine_with_a_gpu() -> None:
 IN_HOST = "fits with experts in host memory: --policy exact (the default), "
 RESIDENT = "fits: --policy resident"
 WITH_INT4 = "; with --expert-dtype int4 it "
+WITH_SMALLER_REST = "; with --dense-dtype int8 --embedding host, too, it "
 NOT_FREE = "are more than what is free"
 NO_ROOM = f"{NOT_FREE} in main memory"
 
@@ -86,16 +87,19 @@ NO_ROOM = f"{NOT_FREE} in main memory"
     ("device_gib", "host_gib", "said"),
     [
         (8, 64, [
-            f"gpt-oss-20b in mxfp4 {IN_HOST}7 % of them in slots; at most 35 ms per token",
+            f"gpt-oss-20b in mxfp4 {IN_HOST}7 % of them in slots; at most 35 ms per token for what no slot holds"
+            f"{WITH_SMALLER_REST}{IN_HOST}30 % of them in slots; at most 35 ms per token for what no slot holds\n",
             f"30B-A3B in bfloat16 {IN_HOST}2 % of them in slots; at most 100 ms per token for what no slot holds"
-            f"{WITH_INT4}{IN_HOST}8 % of them in slots; at most 28 ms per token",
+            f"{WITH_INT4}{IN_HOST}8 % of them in slots; at most 28 ms per token for what no slot holds"
+            f"{WITH_SMALLER_REST}{IN_HOST}19 % of them in slots; at most 28 ms per token",
             f"235B-A22B in bfloat16 does not fit: its rest (16 GB) {NOT_FREE} on the GPU\n",
         ]),
         (24, 128, [
             f"gpt-oss-20b in mxfp4 {RESIDENT}",
             f"30B-A3B in bfloat16 {IN_HOST}32 % of them in slots; at most 100 ms per token for what no slot holds\n",
             f"235B-A22B in bfloat16 does not fit: its experts (454 GB) {NO_ROOM}"
-            f"{WITH_INT4}{IN_HOST}4 % of them in slots; at most 222 ms per token",
+            f"{WITH_INT4}{IN_HOST}4 % of them in slots; at most 222 ms per token for what no slot holds"
+            f"{WITH_SMALLER_REST}{IN_HOST}11 % of them in slots; at most 222 ms per token",
         ]),
         (24, 64, [
             f"gpt-oss-120b in mxfp4 {IN_HOST}28 % of them in slots; at most 53 ms per token",

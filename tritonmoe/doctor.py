@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import constants
@@ -46,13 +46,24 @@ TRIAL_BYTES = 1 << 30  # to pin
 COPIES = 5
 ROOM_BYTES = 4 << 30  # on the GPU, beside weights: caches, workspace, some slots
 PLAIN, FEWER_BITS = "bfloat16", "int4"  # of experts: as most are published, and what is advised where those are many
-# As published, billions of parameters: all, those outside of routed experts, those of a token's experts; experts' form.
-MODELS = {
-    "openai/gpt-oss-20b": (20.9, 1.8, 2.4, "mxfp4"),
-    "Qwen/Qwen3-30B-A3B": (30.5, 1.5, 1.8, PLAIN),
-    "mistralai/Mixtral-8x7B-v0.1": (46.7, 1.6, 11.3, PLAIN),
-    "openai/gpt-oss-120b": (116.8, 2.1, 3.6, "mxfp4"),
-    "Qwen/Qwen3-235B-A22B": (235.1, 8.0, 14.2, PLAIN),
+SMALLER_REST = "--dense-dtype int8 --embedding host"  # for what is not experts
+
+
+class Sizes(NamedTuple):
+    """Billions of parameters of a model as it is published."""
+
+    all: float
+    outside: float  # of routed experts
+    embedding: float
+    active: float  # of a token's experts
+
+
+MODELS = {  # with their experts' form
+    "openai/gpt-oss-20b": (Sizes(20.9, 1.8, 0.58, 2.4), "mxfp4"),
+    "Qwen/Qwen3-30B-A3B": (Sizes(30.5, 1.5, 0.31, 1.8), PLAIN),
+    "mistralai/Mixtral-8x7B-v0.1": (Sizes(46.7, 1.6, 0.13, 11.3), PLAIN),
+    "openai/gpt-oss-120b": (Sizes(116.8, 2.1, 0.58, 3.6), "mxfp4"),
+    "Qwen/Qwen3-235B-A22B": (Sizes(235.1, 8.0, 0.62, 14.2), PLAIN),
 }
 
 Report = dict[str, Any]
@@ -208,25 +219,43 @@ def advice(report: Report) -> list[str]:
         lines.append("no GPU: models run on the CPU, for trying out; --dtype bfloat16 halves their memory")
     room = (free["device_free_bytes"] or 0) - ROOM_BYTES if on_gpu else None, free["host_free_bytes"] or 0
     rate = report["bandwidth_gbps"].get("host to device, one expert of 9.4 MB")
-    for name, (*sizes, form) in MODELS.items():
+    for name, (sizes, form) in MODELS.items():
         share, how = fit(sizes, form, *room, rate)
         line = f"{name} in {form} {how}"
         if form == PLAIN and share < WANTED_SHARE:
-            _, fewer = fit(sizes, FEWER_BITS, *room, rate)
+            form = FEWER_BITS
+            share, fewer = fit(sizes, form, *room, rate)
             if fewer != how:  # the same where what is not experts is too large
-                line += f"; with --expert-dtype {FEWER_BITS} it {fewer}"
+                line += f"; with --expert-dtype {form} it {fewer}"
+        if on_gpu and share < WANTED_SHARE:
+            more, smaller = fit(sizes, form, *room, rate, has_smaller_rest=True)
+            if more > share:
+                line += f"; with {SMALLER_REST}, too, it {smaller}"
         lines.append(line)
     return lines
 
 
-def fit(
-    sizes: Sequence[float], form: str, device_room: int | None, host_room: int, gbps: float | None
-) -> tuple[float, str]:
-    """How much of a model of MODELS can be on the GPU (of its experts, in slots), and how it runs."""
+def bytes_per_weight(form: str) -> float:
+    """Of a matrix in this form, its scales included."""
     layout = replace(RECORD, format=EXPERT_FORMATS.get(form))
-    per_weight = layout.num_bytes / (3 * layout.hidden * layout.intermediate)
-    billions, outside, active = sizes
-    experts, rest = 1e9 * (billions - outside) * per_weight, 1e9 * outside * RECORD.dtype.itemsize
+    return layout.num_bytes / (3 * layout.hidden * layout.intermediate)
+
+
+def fit(
+    sizes: Sizes,
+    form: str,
+    device_room: int | None,
+    host_room: int,
+    gbps: float | None,
+    has_smaller_rest: bool = False,
+) -> tuple[float, str]:
+    """How much of a model can be on the GPU (of its experts, in slots), and how it runs; with what is not experts in
+    bfloat16, or as SMALLER_REST has it."""
+    per_weight = bytes_per_weight(form)
+    experts, rest = 1e9 * (sizes.all - sizes.outside) * per_weight, 1e9 * sizes.outside * RECORD.dtype.itemsize
+    if has_smaller_rest:
+        rest = 1e9 * (sizes.outside - sizes.embedding) * bytes_per_weight("int8")
+        host_room -= round(1e9 * sizes.embedding * RECORD.dtype.itemsize)
     if device_room is None:
         if experts + rest <= host_room:
             return 1.0, "fits in main memory"
@@ -240,7 +269,7 @@ def fit(
     share = (device_room - rest) / experts
     how = f"fits with experts in host memory: --policy exact (the default), {100 * share:.0f} % of them in slots"
     if gbps is not None:
-        how += f"; at most {active * per_weight / gbps * 1e3:.0f} ms per token for what no slot holds"
+        how += f"; at most {sizes.active * per_weight / gbps * 1e3:.0f} ms per token for what no slot holds"
     return share, how
 
 
