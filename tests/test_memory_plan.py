@@ -103,6 +103,16 @@ def test_qwen3_by_hand() -> None:
     assert not found.fits_resident
 
 
+def test_a_second_run_takes_its_part() -> None:
+    """Its slots, one layer's experts fetched on demand, and twice what 8 experts of 48 layers compute; or that once."""
+    for kind, wanted, gone in (("slots", 8 * QWEN3_EXPERT + 3 * MIB, 8), ("reference", 3 * MIB // 2, 0)):
+        found = plan_qwen3(10 * GIB, check=kind)
+        assert dict(found.rows)[f"--check {kind}"] == wanted
+        assert plan_qwen3(10 * GIB).num_slots - found.num_slots in (gone, gone + 1)
+    speculated = plan_qwen3(10 * GIB, check="slots", policy=resolve("router-pf"))
+    assert dict(speculated.rows)["--check slots"] == 16 * QWEN3_EXPERT + 3 * MIB
+
+
 def test_tiny_by_hand() -> None:
     assert TINY_WEIGHTS == 117_632
     assert TINY_EXPERT == 6 * KIB

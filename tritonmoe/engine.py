@@ -101,8 +101,7 @@ class Engine:
         decode step of 16 a second time and raises CheckError where that differs; "slots:1" all of them.
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
-        if check is not None:
-            read_option(check)  # refused before anything is loaded
+        check_kind = None if check is None else read_option(check)[0]  # refused before anything is loaded
         if model == EMBEDDED and revision is None:
             folder = embedded_folder()
         else:
@@ -121,7 +120,7 @@ class Engine:
         loading = Loading(
             folder, spec, target, resolve_dtype(dtype, target, spec), check_weights, check_memory, progress
         )
-        decoder, division = load_decoder(loading, placement or Placement(), limit, batch_size)
+        decoder, division = load_decoder(loading, placement or Placement(), limit, batch_size, check_kind)
         cache_bytes = None if division is None else division.cache_bytes
         checked = None if check is None else make_check(check, decoder)
         return cls(decoder, tokenizer, template, stop_ids, defaults, limit, cache_bytes, checked)

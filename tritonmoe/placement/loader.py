@@ -92,9 +92,10 @@ class Loading:
 
 
 def load_decoder(
-    loading: Loading, placement: Placement, max_context: int, batch: int = 1
+    loading: Loading, placement: Placement, max_context: int, batch: int = 1, check: str | None = None
 ) -> tuple[Decoder, MemoryPlan | None]:
     """Divide the memory, load the weights, put the experts where they belong; the division is None where it is open.
+    `check` is the kind of --check that will run beside, which takes some of it.
 
     Nothing asked for: all experts on the device where they fit, else in host memory under the policy "exact"; on a CPU,
     where both are the same memory, on the device. InputError where it does not fit.
@@ -107,7 +108,7 @@ def load_decoder(
     if placement.is_open and device.type == "cpu":
         return Decoder(spec, loading.weights(storages[0])), None
     files = PredictionFiles.found(loading.folder, placement.default_vectors, placement.estimator, placement.hybrid)
-    policy, storage, division = decide(loading, placement, storages, max_context, batch, files)
+    policy, storage, division = decide(loading, placement, storages, max_context, batch, files, check)
     for line in division.lines():
         logger.info("%s", line)
     if policy.is_resident:
@@ -143,11 +144,12 @@ def decide(
     max_context: int,
     batch: int,
     files: PredictionFiles,
+    check: str | None = None,
 ) -> tuple[Policy, Storage, MemoryPlan]:
     """The form of the experts, with the policy that is run and the division of memory for it; says what decided."""
 
     def divide(storage: Storage) -> Divided:
-        return _divide(loading, placement, storage, max_context, batch, files)
+        return _divide(loading, placement, storage, max_context, batch, files, check)
 
     storage, reason = storages[0], None
     if placement.expert_dtype == AUTO:
@@ -184,7 +186,13 @@ def _advice(division: MemoryPlan, narrower: list[Storage], divide: Callable[[Sto
 
 
 def _divide(
-    loading: Loading, placement: Placement, storage: Storage, max_context: int, batch: int, files: PredictionFiles
+    loading: Loading,
+    placement: Placement,
+    storage: Storage,
+    max_context: int,
+    batch: int,
+    files: PredictionFiles,
+    check: str | None,
 ) -> Divided:
     """The policy that is run and the division of memory for it."""
     spec, device, dtype = loading.spec, loading.device, loading.dtype
@@ -195,7 +203,7 @@ def _divide(
         uses_file = policy.predictor in TRAINED_PREDICTORS and files.estimator is not None
         network = estimator_bytes(files.estimator, dtype) if uses_file and files.estimator is not None else 0
         slots = placement.expert_slots
-        return plan(spec, dtype, device, policy, budget, max_context, batch, slots, storage, network)
+        return plan(spec, dtype, device, policy, budget, max_context, batch, slots, storage, network, check)
 
     if placement.leaves_policy_open:
         with suppress(InputError):  # it does not fit

@@ -132,13 +132,14 @@ def plan(
     expert_slots: str | None = None,
     storage: Storage = PLAIN,
     estimator_bytes: int = 0,
+    check: str | None = None,
 ) -> MemoryPlan:
     """Divide `budget` for a model in `dtype` and `storage` and `batch` sequences of up to `max_context` tokens.
 
-    `policy` is the effective one, `expert_slots` the option's text. Raises InputError where it does not fit: one line
-    that says what is needed and which option to change.
+    `policy` is the effective one, `expert_slots` the option's text, `check` the kind of --check that runs beside.
+    Raises InputError where it does not fit: one line that says what is needed and which option to change.
     """
-    division = _Division(spec, dtype, device, policy, max_context, batch, storage, estimator_bytes)
+    division = _Division(spec, dtype, device, policy, max_context, batch, storage, estimator_bytes, check)
     if policy.is_resident:
         if expert_slots is not None:
             raise InputError("--expert-slots has no effect with --policy resident; leave it out, or use --policy exact")
@@ -165,10 +166,11 @@ class _Division:
         batch: int,
         storage: Storage,
         estimator_bytes: int,
+        check: str | None,
     ) -> None:
         self._spec, self._dtype, self._device, self._policy = spec, dtype, device, policy
         self._max_context, self._batch = max_context, batch
-        self._storage, self._estimator_bytes = storage, estimator_bytes
+        self._storage, self._estimator_bytes, self._check = storage, estimator_bytes, check
         self._num_experts = sum(moe.num_experts for moe in spec.moe_layers.values())
         self._weight_bytes = weight_bytes(spec, dtype, with_experts=False, storage=storage)
         all_experts = weight_bytes(spec, dtype, storage=storage) - self._weight_bytes
@@ -187,7 +189,7 @@ class _Division:
         return self._plan(self._resident_row, budget, budget.resident_bytes, host_bytes=host_bytes)
 
     def slots(self, budget: Budget, expert_slots: str | None) -> MemoryPlan:
-        record_bytes = RecordLayout.of(self._spec, self._dtype, self._storage).num_bytes
+        record_bytes = self._record_bytes()
         most = min(moe.num_experts - moe.num_experts_per_tok for moe in self._spec.moe_layers.values())
         if self._policy.candidates > most:
             raise InputError(
@@ -229,6 +231,7 @@ class _Division:
             ("workspace of a prefill step", workspace),
             ("default vectors", self._vector_bytes()),
             ("estimator", self._estimator_bytes),
+            (f"--check {self._check}", self._check_bytes()),
             ("reserve", RESERVE_BYTES[self._device.type]),
         ]
         return [(what, num_bytes) for what, num_bytes in rows if num_bytes > 0]
@@ -253,6 +256,20 @@ class _Division:
             return 0
         most = max(moe.num_experts for moe in self._spec.moe_layers.values())
         return len(self._spec.layers) * most * self._spec.hidden_size * self._dtype.itemsize
+
+    def _check_bytes(self) -> int:
+        """What a step's experts computed, and for `slots` the same of its second run, and the slots of that."""
+        if self._check is None:
+            return 0
+        outputs = sum(moe.num_experts_per_tok for moe in self._spec.moe_layers.values())
+        kept = self._batch * outputs * self._spec.hidden_size * self._dtype.itemsize
+        if self._check != "slots":
+            return kept
+        policy = self._policy if self._policy.execute == "speculated" else PRESETS["on-demand"]
+        return 2 * kept + minimum_slots(self._spec, policy) * self._record_bytes()
+
+    def _record_bytes(self) -> int:
+        return RecordLayout.of(self._spec, self._dtype, self._storage).num_bytes
 
     def _fits_resident(self, budget: Budget) -> bool:
         needed = _total([*self._fixed(self._max_context), self._resident_row]) - self._vector_bytes()
