@@ -20,7 +20,7 @@ from tritonmoe.memory import empty_tensor
 from tritonmoe.model import pinned_memory
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
 from tritonmoe_kernels.expert_gemm import expert_gemm
-from tritonmoe_kernels.fetch import fetch, spin
+from tritonmoe_kernels.fetch import LISTED_WORD, fetch, spin
 from tritonmoe_kernels.fetch_reference import READY, fetch_ref
 from tritonmoe_kernels.planner_state import LISTED
 
@@ -435,7 +435,7 @@ def _list_late_kernel(keys_ptr, slots_ptr, epochs_ptr, count_ptr, listed_ptr, sp
     tl.store(epochs_ptr, 8)
     tl.store(count_ptr, 1)
     tl.debug_barrier()
-    tl.atomic_xchg(listed_ptr, 1, sem="release", scope="gpu")
+    tl.atomic_xchg(listed_ptr, LISTED_WORD, sem="release", scope="gpu")
 
 
 @pytest.mark.gpu

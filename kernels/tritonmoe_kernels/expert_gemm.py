@@ -30,7 +30,7 @@ import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.fetch import READY_WORD, look
+from tritonmoe_kernels.fetch import READY_WORD, await_word
 from tritonmoe_kernels.launch_table import launch_config
 from tritonmoe_kernels.mxfp4_dot import dot_columns, dot_form, rows_times_x
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
@@ -93,10 +93,9 @@ def _tile_at(i, places, packed, tiles: tl.constexpr):
 
 @triton.jit
 def _await_ready(ready_ptr):
-    """Wait for READY, and see what was stored before it. Whoever says so was on the device before this launch was."""
+    """Whoever says so was on the device before this launch was."""
     if ready_ptr is not None:
-        while look(ready_ptr) != READY_WORD:
-            pass
+        await_word(ready_ptr, READY_WORD)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])

@@ -43,7 +43,7 @@ import triton
 import triton.language as tl
 
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.fetch_reference import READY, check_fetch
+from tritonmoe_kernels.fetch_reference import READY, check_fetch, settle_words
 from tritonmoe_kernels.planner_state import LISTED
 
 READY_WORD = tl.constexpr(READY)
@@ -60,6 +60,13 @@ def look(word_ptr):
     Adding nothing, it compiles to an acquire load on NVIDIA GPUs: it never writes back what it read.
     """
     return tl.atomic_add(word_ptr, 0, sem="acquire", scope="gpu")
+
+
+@triton.jit
+def await_word(word_ptr, value):
+    """Wait until it has this value, and see what was stored before. Whoever writes it must be on the device."""
+    while look(word_ptr) != value:
+        pass
 
 
 @triton.jit
@@ -160,8 +167,7 @@ def _fetch_kernel(
     if listed_ptr is None:
         await_inputs(PDL)
     else:
-        while look(listed_ptr) != LISTED_WORD:
-            pass
+        await_word(listed_ptr, LISTED_WORD)
     program, programs = tl.program_id(0), tl.num_programs(0)
     # Each entry is asked for before the record in front of it is copied, so that only the first one is waited for.
     key, slot, epoch = tl.load(keys_ptr), tl.load(slots_ptr), tl.load(epochs_ptr)
@@ -284,9 +290,7 @@ def fetch(
         if value < least:
             raise ValueError(f"{name} is {value}, expected at least {least}")
     if not len(keys) or not len(buffer):
-        for word, value in ((ready, READY), (closing, READY), (listed, 0)):
-            if word is not None:
-                word.fill_(value)
+        settle_words(ready, closing, listed)
         return
     _fetch_kernel[(programs,)](
         keys,

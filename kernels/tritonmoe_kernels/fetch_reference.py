@@ -57,6 +57,11 @@ def fetch_ref(
         arrivals[entry] += programs
         landed[slot] = epoch
         moved += record_bytes
+    settle_words(ready, closing, listed)
+
+
+def settle_words(ready: torch.Tensor | None, closing: torch.Tensor | None, listed: torch.Tensor | None) -> None:
+    """What a launch leaves in its words."""
     for word, value in ((ready, READY), (closing, READY), (listed, 0)):
         if word is not None:
             word.fill_(value)
@@ -94,10 +99,11 @@ def check_fetch(
         ("copy_epoch", copy_epoch, (len(buffer),), torch.int64),
         ("landed", landed, (len(buffer),), torch.int64),
         ("moved", moved, (1,), torch.int64),
-        *((f"goes_first[{i}]", word, (1,), torch.int32) for i, word in enumerate(goes_first)),
     ):
         check_tensor(name, tensor, shape, (dtype,), device)
-    for name, word in (("ready", ready), ("closing", closing), ("listed", listed)):
+    words = {"ready": ready, "closing": closing, "listed": listed}
+    words |= {f"goes_first[{i}]": word for i, word in enumerate(goes_first)}
+    for name, word in words.items():
         if word is not None:
             check_tensor(name, word, (1,), (torch.int32,), device)
     if listed is not None and closing is None:

@@ -27,7 +27,7 @@ from tritonmoe.model.spec import ModelSpec
 from tritonmoe.model.weights import ExpertWeights, ModelWeights, Storage
 from tritonmoe.offload.copy_engine import Copy, CopyEngine
 from tritonmoe.offload.experts import OffloadedExperts
-from tritonmoe.offload.policy import PRESETS, minimum_slots
+from tritonmoe.offload.policy import PRESETS, Policy, minimum_slots
 from tritonmoe.prediction.predictors import Predictor
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix
 from tritonmoe_kernels.routing import NormRouterOutput
@@ -81,6 +81,11 @@ def make_check(text: str, decoder: Decoder) -> StepCheck:
             "or --policy on-demand, or use --check reference"
         )
     return SlotCheck(decoder, every)
+
+
+def second_policy(policy: Policy) -> Policy:
+    """Under which `slots` runs a step again: what is speculated must be foretold again, the rest fetched on demand."""
+    return policy if policy.execute == "speculated" else PRESETS["on-demand"]
 
 
 class StepCheck:
@@ -146,9 +151,8 @@ class SlotCheck(StepCheck):
         experts = decoder.experts
         assert isinstance(experts, OffloadedExperts)
         self._experts = experts
-        is_speculated = experts.policy.execute == "speculated"
-        policy = experts.policy if is_speculated else PRESETS["on-demand"]
-        predictor = experts.predictor if is_speculated else Predictor()
+        policy = second_policy(experts.policy)
+        predictor = experts.predictor if policy is experts.policy else Predictor()
         self._fresh = experts.beside(minimum_slots(decoder.spec, policy), policy, predictor, FreshCopies)
         self._second = Decoder(decoder.spec, decoder.weights, decoder.operations, self._fresh)
         self._outputs: dict[int, Outputs] = {}

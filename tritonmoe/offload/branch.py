@@ -63,8 +63,7 @@ class StreamBranch(Branch):
                 self._stream.wait_event(event)
         with torch.cuda.stream(self._stream):
             yield
-        self.done = torch.cuda.Event()
-        self.done.record(self._stream)
+            self.done = done_so_far(self._stream.device)
 
     def join(self) -> None:
         if isinstance(self.done, torch.cuda.Event):

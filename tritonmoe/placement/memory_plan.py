@@ -12,6 +12,7 @@ from fractions import Fraction
 import torch
 
 from tritonmoe.errors import InputError
+from tritonmoe.generation.check import second_policy
 from tritonmoe.generation.session import step_bytes
 from tritonmoe.memory import available_bytes
 from tritonmoe.model.expert_store import RecordLayout
@@ -265,8 +266,7 @@ class _Division:
         kept = self._batch * outputs * self._spec.hidden_size * self._dtype.itemsize
         if self._check != "slots":
             return kept
-        policy = self._policy if self._policy.execute == "speculated" else PRESETS["on-demand"]
-        return 2 * kept + minimum_slots(self._spec, policy) * self._record_bytes()
+        return 2 * kept + minimum_slots(self._spec, second_policy(self._policy)) * self._record_bytes()
 
     def _record_bytes(self) -> int:
         return RecordLayout.of(self._spec, self._dtype, self._storage).num_bytes
