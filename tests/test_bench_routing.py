@@ -50,33 +50,37 @@ def run(config_file: Path, *options: object) -> dict[str, Any]:
 
 @pytest.mark.parametrize("hit_rate", [0.5, 0.75, 0.88, 0.9, 0.95])
 def test_hit_rate_and_recall_as_asked(hit_rate: float) -> None:
-    routing = make_routing(QWEN, 1536, 24, hit_rate, 0.9)
+    routing = make_routing(QWEN, 1536, 24, hit_rate, (0.9, 0.8))
     timed = routing.routed[routing.warm_steps :]
     assert timed.shape == (24, 48, 1, 8)
     assert routing.hit_rate == pytest.approx(hit_rate, abs=0.02)
     assert routing.hit_rate == 1 - routing.misses.sum() / (24 * 48 * 8)
-    assert routing.recall == pytest.approx(0.9, abs=0.02)
+    assert routing.recall == pytest.approx([0.9, 0.8], abs=0.02)
     assert routing.misses.shape == (24, 48)
-    again = make_routing.__wrapped__(QWEN, 1536, 24, hit_rate, 0.9)
+    again = make_routing.__wrapped__(QWEN, 1536, 24, hit_rate, (0.9, 0.8))
     assert np.array_equal(again.routed, routing.routed)
     assert np.array_equal(again.foretold, routing.foretold)
 
 
 def test_guesses_are_resident_experts_and_the_share_of_the_others_that_was_asked_for() -> None:
-    routing = make_routing(Shape(6, 32, 3, 4), 48, 40, 0.6, 0.7)
-    is_right = (routing.routed[..., :, None] == routing.foretold[..., None, :]).any(-1)
+    routing = make_routing(Shape(6, 32, 3, 4), 48, 40, 0.6, (0.7, 0.4))
+    foretold, further = routing.foretold
+    is_right = (routing.routed[..., :, None] == foretold[..., None, :]).any(-1)
     assert is_right[routing.simulation.is_resident].all()
     assert 0.65 < is_right[~routing.simulation.is_resident].mean() < 0.75
-    for ids in (routing.routed, routing.foretold):
+    is_right_further = (routing.routed[..., :, None] == further[..., None, :]).any(-1)
+    assert not (is_right_further & ~is_right).any(), "what is wrong one layer ahead is wrong two layers ahead"
+    assert 0.35 < is_right_further[~routing.simulation.is_resident].mean() < 0.45
+    for ids in (routing.routed, foretold, further):
         assert ids.dtype == np.int32
         assert ((ids >= 0) & (ids < 32)).all()
         ordered = np.sort(ids, axis=-1)
         assert (ordered[..., 1:] > ordered[..., :-1]).all(), "an id twice for a token"
-    is_wrong = ~(routing.foretold[..., :, None] == routing.routed[..., None, :]).any(-1)
+    is_wrong = ~(foretold[..., :, None] == routing.routed[..., None, :]).any(-1)
     assert is_wrong.any(axis=(0, 1, 2)).all(), "wrong ids are always at the same places"
     by_layer = routing.routed.reshape(*routing.routed.shape[:2], -1)
     for step, layer, token, place in np.argwhere(is_wrong).tolist():
-        assert routing.foretold[step, layer, token, place] not in by_layer[step, layer]
+        assert foretold[step, layer, token, place] not in by_layer[step, layer]
 
 
 def test_simulation_is_the_engines_cache() -> None:
@@ -105,11 +109,11 @@ def test_simulation_is_the_engines_cache() -> None:
 
 
 def test_slots_for_everything_and_the_fewest() -> None:
-    everything = make_routing(Shape(5, 10, 1, 4), 50, 8, None, 0.9)
+    everything = make_routing(Shape(5, 10, 1, 4), 50, 8, None, (0.9,))
     assert everything.misses.sum() == 0
-    assert everything.recall is None
+    assert everything.recall == [None]
     assert everything.simulation.misses.sum() == 50
-    fewest = make_routing(Shape(5, 10, 1, 4), 4, 8, None, 0.9)
+    fewest = make_routing(Shape(5, 10, 1, 4), 4, 8, None, (0.9,))
     assert (fewest.misses == 4).all()
 
 
@@ -145,7 +149,7 @@ def test_rows_of_every_kind(config_file: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(bench_routing.os, "sched_getaffinity", lambda _: {0})
     cases = (
         "exact:75:host,on-demand:75,on-demand:90,router-pf:75,on-demand:everything,router-pf:everything,"
-        "on-demand:minimum,on-demand:88@2560,exact:88@2560,exact+lookahead=2:75"
+        "on-demand:minimum,on-demand:88@2560,exact:88@2560,exact+lookahead=2:75,router-pf+lookahead=2:75"
     )
     result = run(config_file, "--steps", 24, "--slots", "50%", "--cases", cases)
     assert result["skipped"] == []
@@ -169,9 +173,9 @@ def test_rows_of_every_kind(config_file: Path, monkeypatch: pytest.MonkeyPatch) 
         assert rows[case]["bytes_per_token"] == 0
         assert rows[case]["ratio"] == rows[case]["tpot_ms"]["median"] / rows[case]["resident_ms"]["median"]
     exact, speculated = rows["exact:75:host"], rows["router-pf:75"]
-    assert exact["recall"] == pytest.approx(0.9, abs=0.05)
+    assert exact["recall"] == pytest.approx([0.9], abs=0.05)
     assert exact["per_token"]["prefetched_wasted"] > 0
-    assert speculated["recall"] is None
+    assert speculated["recall"] == [None]
     assert speculated["per_token"]["prefetched_wasted"] == 0
     assert speculated["hit_rate"] > speculated["hit_rate_without_prediction"]
     assert exact["host"]["busy_cores"] == 1
@@ -184,6 +188,10 @@ def test_rows_of_every_kind(config_file: Path, monkeypatch: pytest.MonkeyPatch) 
     assert (small["is_timing_only"], small["record_bytes"], small["wanted_saved"]) == (True, 2560, 0.25)
     twice = rows["exact+lookahead=2:75"]
     assert "lookahead 2" in twice["policy"]
+    assert twice["recall"] == pytest.approx([0.9, 0.92 * 0.9], abs=0.05)
+    first, second = rows["router-pf+lookahead=2:75"]["recall"]
+    assert first is None
+    assert second == pytest.approx(0.92, abs=0.05)
     assert twice["per_token"]["prefetched"] >= exact["per_token"]["prefetched"]
     assert str(config_file.parent) not in json.dumps(result)
     check_picture(figures.tpot_by_hit_rate(result))
@@ -249,7 +257,7 @@ def test_outcomes_of_a_step(config_file: Path) -> None:
     spec = parse_config(CONFIG)
     store, weights = random_store(spec, torch.float32, CPU)
     model, case = Model(spec, weights, store), Case.parse("exact:60")
-    routing = case.routing(model.shape, 24, 6, 0.6)
+    routing = case.routing(model.shape, 24, 6, 0.6, 1.0)
     replay = TableReplay(model, case.policy, 24, None, 5, len(routing.routed))
     replay.load(routing)
     replay.restart()

@@ -130,16 +130,18 @@ def test_late_and_refuted_copies(policy: str, batch: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "gate"),
-    [("router-pf", "speculated"), ("router-pf", "routed"), ("est-pf", "speculated"), ("hybrid-pf", "routed"),
-     ("router-free", "speculated")],
+    ("preset", "gate", "lookahead"),
+    [("router-pf", "speculated", 1), ("router-pf", "routed", 1), ("est-pf", "speculated", 1),
+     ("hybrid-pf", "routed", 1), ("router-free", "speculated", 1), ("router-pf", "speculated", 2),
+     ("router-pf", "routed", 3)],
 )  # fmt: skip
 @pytest.mark.parametrize("batch", [1, 3])
-def test_speculated_execution_is_that_of_the_host(preset: str, gate: str, batch: int) -> None:
+def test_speculated_execution_is_that_of_the_host(preset: str, gate: str, lookahead: int, batch: int) -> None:
+    """What is foretold further ahead is fetched and never run."""
     spec = make_spec("qwen3")
     weights = noise(spec)
-    policy = resolve(preset, gate=gate)
-    host = Offloaded(spec, weights, 32, policy)
+    policy = resolve(preset, gate=gate, lookahead=lookahead)
+    host = Offloaded(spec, weights, 32, resolve(preset, gate=gate))
     host.experts._plan_on_device = False
     expected = generate(host.decoder, batch)
     for num_slots in (minimum_slots(spec, policy, batch), 32):
@@ -454,7 +456,7 @@ def test_routing_tables_take_the_place_of_routers() -> None:
     offloaded = on_device(spec, noise(spec), 20, POLICIES["quasi-hidden"])
     ids = torch.tensor([[0, 5], [7, 1]], dtype=torch.int32, device=DEVICE)
     table = ids[:, None, None].expand(2, 4, 1, 2).contiguous()
-    offloaded.experts._tables = RoutingTables(table, table)
+    offloaded.experts._tables = RoutingTables(table, [table])
     generate(offloaded.decoder, 1, steps=6, prompt_length=1)
     check(offloaded)
     total = offloaded.experts.counters.total()
@@ -472,8 +474,8 @@ def test_prefetching_that_only_wastes_is_stopped(prefetch: str) -> None:
     steps = torch.arange(4)
     routed = torch.stack([steps % 2, steps % 2 + 2], dim=-1)[:, None, None].expand(4, 4, 1, 2)
     foretold = routed + 4
-    tables = (table.int().contiguous().to(DEVICE) for table in (routed, foretold))
-    offloaded.experts._tables = RoutingTables(*tables)
+    routed, foretold = (table.int().contiguous().to(DEVICE) for table in (routed, foretold))
+    offloaded.experts._tables = RoutingTables(routed, [foretold])
     cache = KVCache.allocate(spec, 1, 300, DEVICE, torch.float32)
     runner = DecodeRunner(offloaded.decoder, cache, spec.vocab_size)
     offloaded.experts.begin()

@@ -124,7 +124,7 @@ def test_few_and_many_tokens_are_foretold_alike(corrects: bool) -> None:
     routed = routings(9)
     for layer in range(3):
         few, many = (
-            predictor.guess(layer, routed[layer])[layer + 1],
+            predictor.guess(layer, layer + 1, routed[layer]),
             predictor.guess_prompt(layer, routed[layer])[layer + 1],
         )
         torch.testing.assert_close(few.logits, many.logits, rtol=1e-4, atol=1e-4)

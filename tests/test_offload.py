@@ -278,21 +278,25 @@ def test_without_a_cache_every_layer_fetches_its_experts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("preset", "gate"),
-    [("router-pf", "speculated"), ("router-pf", "routed"), ("est-pf", "routed"), ("hybrid-pf", "speculated")],
+    ("preset", "gate", "lookahead"),
+    [
+        ("router-pf", "speculated", 1),
+        ("router-pf", "routed", 2),
+        ("est-pf", "routed", 1),
+        ("hybrid-pf", "speculated", 1),
+    ],
 )
-def test_speculated_execution_runs_the_foretold_experts(preset: str, gate: str) -> None:
+def test_speculated_execution_runs_the_foretold_experts(preset: str, gate: str, lookahead: int) -> None:
     """Each layer but the first runs the experts its predecessor foretold, with the guess's or the router's weights."""
     spec = make_spec("qwen3")
     weights = noise(spec)
-    policy = resolve(preset, gate=gate)
+    policy = resolve(preset, gate=gate, lookahead=lookahead)
     offloaded = Offloaded(spec, weights, 16, policy)
     guesses: dict[int, Any] = {}
     guess = offloaded.experts.predictor.guess
 
-    def watch(layer: int, routed: Any) -> Any:
-        found = guess(layer, routed)
-        guesses.update(found)
+    def watch(layer: int, later: int, routed: Any) -> Any:
+        guesses[later] = found = guess(layer, later, routed)
         return found
 
     offloaded.experts.predictor.guess = watch  # type: ignore[method-assign]

@@ -41,7 +41,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("exact", {"execute": "speculated", "predictor": "oracle"}, "--execute speculated runs"),
     ("router-pf", {"predictor": "previous-token"}, "--execute speculated runs"),
     ("router-pf", {"predictor": "none"}, "--execute speculated runs"),
-    ("router-pf", {"lookahead": 2}, "--lookahead above 1 needs --execute routed"),
     ("router-pf", {"candidates": 4}, "--candidates needs --execute routed"),
     ("router-pf", {"miss_tolerance": 0.1}, "--miss-tolerance needs --execute routed"),
     ("router-pf", {"miss_fill": "default-vector"}, "--miss-fill needs --execute routed"),
@@ -156,7 +155,7 @@ def test_every_combination_is_valid_or_refused() -> None:
         assert "\n" not in str(policy)
         if policy.execute == "speculated":
             assert policy.predictor in ("residual", "quasi-hidden", "estimator", "hybrid")
-            assert (policy.lookahead, policy.candidates, policy.miss_tolerance) == (1, 0, 0.0)
+            assert (policy.candidates, policy.miss_tolerance) == (0, 0.0)
         else:
             assert gate is None
         if policy.is_resident:

@@ -85,7 +85,7 @@ def test_policies_as_they_are_asked_for() -> None:
         ("exact+lookahead", "'lookahead' is no option"),
         ("exact+name=x", "'name=x' is no option"),
         ("fast", "--policy 'fast' is not known"),
-        ("router-pf+lookahead=2", "--lookahead above 1"),
+        ("est-pf+lookahead=2", "--lookahead above 1"),
     ):
         with pytest.raises(InputError, match=match):
             Asked.parse(text)

@@ -76,14 +76,14 @@ def test_read_back_is_what_the_hooks_saw(tmp_path: Path, name: str, batch: int) 
     offloaded = Offloaded(spec, noise(spec), 9, resolve("exact", lookahead=2, candidates=1), InstantCopies)
     routes: list[tuple[int, torch.Tensor]] = []
     guesses: list[dict[int, torch.Tensor]] = []
-    decoder, guess = offloaded.decoder, offloaded.experts.predictor.guess
+    decoder, guess = offloaded.decoder, offloaded.experts._foretell
 
     def watch(layer: int, routed: Any) -> Any:
         found = guess(layer, routed)
         guesses.append({later: output.ids.clone() for later, output in found.items()})
         return found
 
-    offloaded.experts.predictor.guess = watch  # type: ignore[method-assign]
+    offloaded.experts._foretell = watch  # type: ignore[method-assign]
     decoder.hooks.on_route = lambda layer, ids: routes.append((layer, ids.clone()))
     with TraceRecorder(tmp_path / "t.npz").attach(decoder):
         generate(decoder, batch, steps=3)

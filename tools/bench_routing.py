@@ -3,7 +3,9 @@
 Routing is synthetic: tables of ids with a given reuse take the place of what the routers chose, after the routers and
 the predictor have run, so that their time counts. A hit rate is that of an LRU cache without prediction over the same
 tables. `recall` is that of guesses on experts that are not resident there; each of those that it misses is guessed to
-be another expert, whose fetch is in vain. Where guesses are executed, the tables are what was guessed.
+be another expert, whose fetch is in vain. Where guesses are executed, the tables are what was guessed. With
++lookahead=2 a layer is foretold two layers ahead, and again one layer ahead: what is right there is `--falloff` times
+`--recall`, which is about the share that embedded models have (docs/prediction.md).
 
     schedule floor = sum over layers of max(window, needed bytes of the layer / gather rate)
 
@@ -12,11 +14,10 @@ same run / layers; gather rate: that of the fetch kernel, in the same run. A ste
 experts are prefetched ("exact": plus its mispredicted bytes / gather rate), against the resident step + needed bytes /
 gather rate where they are not, and against the resident step with slots for everything.
 
-A case is POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]. With +lookahead=2 a layer is foretold twice, by the same ids. HITS:
-a percentage, with --slots, or "everything" or "minimum" slots. BYTES: so many are fetched of each record, in place of
-all, which shows the times of smaller records; experts are still computed with weights in --dtype, so that the window is
-longer than with such records. host: the steps again while every CPU core is busy, and the launches that a step costs
-the host.
+A case is POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]. HITS: a percentage, with --slots, or "everything" or "minimum"
+slots. BYTES: so many are fetched of each record, in place of all, which shows the times of smaller records; experts are
+still computed with weights in --dtype, so that the window is longer than with such records. host: the steps again while
+every CPU core is busy, and the launches that a step costs the host.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ def measure(bench: Bench, case: Case) -> dict[str, Any]:
     """A row."""
     model, options = bench.model, bench.options
     num_slots = case.num_slots(model.spec, options.slots)
-    routing = case.routing(model.shape, num_slots, options.steps, options.recall)
+    routing = case.routing(model.shape, num_slots, options.steps, options.recall, options.falloff)
     record_bytes = case.record_bytes or model.store.layout.num_bytes
     rate = bench.rate(record_bytes)
     replay = bench.replay_for(case, num_slots, routing)
@@ -168,10 +169,11 @@ def measure(bench: Bench, case: Case) -> dict[str, Any]:
     return row
 
 
-def recall_of(case: Case, routing: SyntheticRouting) -> float | None:
-    """That of the tables, where guesses are made and not executed: executed ones are what is routed."""
-    is_guessed = case.policy.predictor != "none" and case.policy.execute == "routed"
-    return routing.recall if is_guessed else None
+def recall_of(case: Case, routing: SyntheticRouting) -> list[float | None]:
+    """Those of the tables by layers ahead; None where a guess is what is routed."""
+    if case.policy.predictor == "none":
+        return []
+    return routing.recall if case.policy.execute == "routed" else [None, *routing.recall[1:]]
 
 
 def moved(counts: dict[str, float], steps: int, record_bytes: int) -> dict[str, Any]:
@@ -306,6 +308,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a config.json; no weights needed")
     parser.add_argument("--slots", default="25%", metavar="N", help="where a hit rate is given (default: 25%%)")
     parser.add_argument("--recall", type=share, default=0.9, help="of guesses, on what is not resident (default: 0.9)")
+    parser.add_argument("--falloff", type=share, default=0.92, help="of recall, a layer further ahead (default: 0.92)")
     parser.add_argument("--context", type=positive, default=128, help="tokens before the first step (default: 128)")
     parser.add_argument("--steps", type=positive, default=64, help="timed steps of a row (default: 64)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

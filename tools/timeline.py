@@ -188,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
         storage = random_storage(options.expert_dtype, options.dense_dtype, spec, dtype)
         store, weights = random_store(spec, dtype, device, storage)
         model = Model(spec, weights, store)
-        routing = case.routing(model.shape, num_slots, options.steps, options.recall)
+        routing = case.routing(model.shape, num_slots, options.steps, options.recall, options.falloff)
         steps = len(routing.routed)
         replay = TableReplay(model, case.policy, num_slots, case.record_bytes, options.context, steps)
         replay.load(routing)

@@ -43,7 +43,7 @@ class SyntheticRouting:
     """Ids for every step, of which the first `warm_steps` only prepare the slots."""
 
     routed: np.ndarray  # [steps, L, T, K] int32
-    foretold: np.ndarray  # the same, best first
+    foretold: list[np.ndarray]  # the same, best first, as guessed one layer ahead, two layers ahead …
     warm_steps: int
     reuse: float
     simulation: Simulation
@@ -59,20 +59,22 @@ class SyntheticRouting:
         return 1.0 - float(self.misses.sum() / self.simulation.routed[self.warm_steps :].sum())
 
     @property
-    def recall(self) -> float | None:
-        """Of the routed ids that are not resident without prediction, the share that is foretold."""
-        routed, foretold = self.routed[self.warm_steps :], self.foretold[self.warm_steps :]
+    def recall(self) -> list[float | None]:
+        """Of the routed ids that are not resident without prediction, the share that is foretold: by layers ahead."""
         is_missing = ~self.simulation.is_resident[self.warm_steps :]
-        is_foretold = (routed[..., :, None] == foretold[..., None, :]).any(-1)
-        return float(is_foretold[is_missing].mean()) if is_missing.any() else None
+        if not is_missing.any():
+            return [None] * len(self.foretold)
+        routed = self.routed[self.warm_steps :, ..., :, None]
+        is_right = [(routed == ids[self.warm_steps :, ..., None, :]).any(-1) for ids in self.foretold]
+        return [float(found[is_missing].mean()) for found in is_right]
 
 
 @functools.cache
 def make_routing(
-    shape: Shape, num_slots: int, steps: int, hit_rate: float | None, recall: float, seed: int = SEED
+    shape: Shape, num_slots: int, steps: int, hit_rate: float | None, recalls: tuple[float, ...], seed: int = SEED
 ) -> SyntheticRouting:
-    """Routing of `steps` timed steps; `hit_rate` None: without reuse. Equal arguments give the same ids, not to
-    be changed."""
+    """Routing of `steps` timed steps; `hit_rate` None: without reuse; `recalls` of guesses one layer ahead, two layers
+    ahead … Equal arguments give the same ids, not to be changed."""
     warm = _fill_steps(shape, num_slots) + SETTLE_STEPS
     draws = _Draws(shape, warm + steps, seed)
     reuse, routed, simulation = 0.0, *_simulated(draws, 0.0, num_slots)
@@ -87,7 +89,7 @@ def make_routing(
             if abs(rate - hit_rate) <= CLOSE:
                 break
             low, high = (middle, high) if rate < hit_rate else (low, middle)
-    foretold = _foretell(draws, routed, simulation.is_resident, recall, warm)
+    foretold = [_foretell(draws, routed, simulation.is_resident, recall, warm) for recall in recalls]
     return SyntheticRouting(routed, foretold, warm, reuse, simulation)
 
 
@@ -185,8 +187,8 @@ def _route(draws: _Draws, reuse: float, num_slots: int) -> np.ndarray:
 
 def _foretell(draws: _Draws, routed: np.ndarray, is_resident: np.ndarray, recall: float, warm: int) -> np.ndarray:
     """As many ids as are routed, in any order. Resident ones are all right; of the others the share `recall`, before
-    step `warm` and from there on. In place of the rest there are experts that are neither routed nor were used lately:
-    each costs a fetch."""
+    step `warm` and from there on; a lower share is wrong where a higher one is, and elsewhere. In place of the rest
+    there are experts that are neither routed nor were used lately: each costs a fetch."""
     foretold = routed.copy()
     last_use = _last_uses(routed, draws.shape.experts)
     for step, layer, token, k in [

@@ -101,9 +101,13 @@ class Case:
             raise InputError(f"--slots {share} are {wanted}, fewer than the {least} that {self.text} needs")
         return wanted
 
-    def routing(self, shape: Shape, num_slots: int, steps: int, recall: float) -> SyntheticRouting:
-        """The ids to replay."""
-        return make_routing(shape, num_slots, steps, self.hits, recall)
+    def routing(self, shape: Shape, num_slots: int, steps: int, recall: float, falloff: float) -> SyntheticRouting:
+        """The ids to replay; `recall` of guesses one layer ahead, and of each further layer `falloff` times that of the
+        one before. Guesses that are executed are what is routed, so the next layer's are right."""
+        first = 1.0 if self.policy.execute == "speculated" else recall
+        return make_routing(
+            shape, num_slots, steps, self.hits, tuple(first * falloff**i for i in range(self.policy.lookahead))
+        )
 
 
 class Replay:
@@ -166,7 +170,8 @@ class TableReplay(Replay):
         vectors = weights.embedding.new_zeros(len(spec.layers), model.shape.experts, spec.hidden_size)
         predictor = make_predictor(policy, ops, spec, weights, vectors.normal_(0.0, SCALE))
         self._moe_layers, shape = list(spec.moe_layers), (steps, len(spec.layers), 1, model.shape.top_k)
-        self._tables = RoutingTables(*(torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(2)))
+        table, *foretold = (torch.zeros(shape, dtype=torch.int32, device=device) for _ in range(1 + policy.lookahead))
+        self._tables = RoutingTables(table, foretold)
         make_copies = copy_engine
         if record_bytes is not None:
             if record_bytes > store.layout.num_bytes:
@@ -182,10 +187,13 @@ class TableReplay(Replay):
         super().__init__(Decoder(spec, weights, ops, self.experts), context, steps)
 
     def load(self, routing: SyntheticRouting) -> None:
-        """Take up other tables. Where what is foretold is executed, it is the routing."""
-        foretold = routing.routed if self.policy.execute == "speculated" else routing.foretold
-        for table, ids in zip(self._tables, (routing.routed, foretold), strict=True):
-            table[:, self._moe_layers] = torch.from_numpy(ids).to(self.device)
+        """Take up other tables."""
+        self._fill(self._tables.routed, routing.routed)
+        for table, ids in zip(self._tables.foretold, routing.foretold, strict=True):
+            self._fill(table, ids)
+
+    def _fill(self, table: torch.Tensor, ids: np.ndarray) -> None:
+        table[:, self._moe_layers] = torch.from_numpy(ids).to(self.device)
 
     def routed_ids(self, layer: int) -> list[int]:
         """What the last step routed in a layer."""

@@ -33,7 +33,7 @@ steps, `store` before anything else uses the slots.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -62,7 +62,7 @@ class RoutingTables(NamedTuple):
     """Ids that take the place of what routers say, step by step; for measurements. int32, ids from 0 to E - 1."""
 
     routed: torch.Tensor  # [steps, layers, T, K]
-    foretold: torch.Tensor  # [steps, layers, T, M]
+    foretold: Sequence[torch.Tensor]  # for the next layer, for that after it …: [steps, layers, T, M] each
 
 
 class SlotIds(NamedTuple):
@@ -112,9 +112,11 @@ class DeviceScheduler:
                 self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
-        self._side, self._demand, self._prefetch = (make_branch(device, SOON) for _ in range(3))
+        self._guessing = [make_branch(device, SOON) for _ in range(policy.lookahead)]
+        self._side = self._guessing[0]
+        self._demand, self._prefetch = make_branch(device, SOON), make_branch(device, SOON)
         self._late = make_branch(device)
-        self._branches = self._side, self._demand, self._prefetch, self._late
+        self._branches = *self._guessing, self._demand, self._prefetch, self._late
         self._has_slow_guesses = policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
@@ -316,10 +318,11 @@ class DeviceScheduler:
             self.join()
 
     @contextlib.contextmanager
-    def beside(self, routed: NormRouterOutput) -> Iterator[None]:
-        """What is launched inside runs beside what follows, until the next `join`; `routed` is held until then."""
+    def beside(self, routed: NormRouterOutput, i: int) -> Iterator[None]:
+        """What is launched inside runs beside what follows, until the next `join`: it guesses the i-th layer behind
+        this one, for `look_ahead`. `routed` is held until then."""
         self._kept = routed
-        with self._side.fork():
+        with self._guessing[i].fork():
             yield
 
     @contextlib.contextmanager
@@ -335,12 +338,12 @@ class DeviceScheduler:
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed = min(self._num_experts, self.batch * self._top_k)
-        table = None if self._tables is None else self._tables.foretold
-        for target, ids in guesses.items():
-            distance = later.index(target) + 1
-            state = self._states_ahead[distance - 1]
-            with self._side.go_on(self._planned):
-                self._ops.plan_prefetch(state, target, ids, distance, num_routed, table)
+        for i, (target, ids) in enumerate(guesses.items()):
+            assert target == later[i], "guesses are of the next layers, the nearest first"
+            state, table = self._states_ahead[i], None if self._tables is None else self._tables.foretold[i]
+            guessed = () if i == 0 else (self._guessing[i].done,)
+            with self._side.go_on(self._planned, *guessed):
+                self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
             others = () if self._policy.lookahead == 1 else (self._demand.done, self._prefetch.done)
             with self._prefetch.fork(self._side.done, *others):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)

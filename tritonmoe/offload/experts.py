@@ -16,6 +16,7 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -462,12 +463,19 @@ class OffloadedExperts(Experts):
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, self._spec.residual_multiplier)
         return NormRouterOutput(residual, x, guess.foretold.logits, guess.topk_ids, guess.topk_weights)
 
+    def _foretell(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
+        """What the predictor knows on the device, by later layer, the next one first."""
+        if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
+            return {}
+        return {later: self.predictor.guess(layer_id, later, routed) for later in self.predictor.later(layer_id)}
+
     def _choose(self, guesses: dict[int, SpeculateOutput]) -> None:
-        """Where guesses are executed, choose by them what will run: beside this layer, not on the way of the next."""
+        """Where guesses are executed, choose by that of the next layer what will run there: beside this layer, not on
+        the way of the next."""
         if self.policy.execute != "speculated":
             return
         self._guesses.clear()
-        for later, guess in guesses.items():
+        for later, guess in itertools.islice(guesses.items(), 1):
             spec, weights = self._moe(later)
             if self.policy.gate == "routed":
                 self._guesses[later] = Guess(guess, guess.ids[:, : spec.num_experts_per_tok].contiguous(), None)
@@ -511,7 +519,7 @@ class OffloadedExperts(Experts):
         if self._device is not None:
             self._compute_on_device(self._device, layer_id, routed, out)
             return routed.topk_weights
-        guesses = self.predictor.guess(layer_id, routed)
+        guesses = self._foretell(layer_id, routed)
         self._choose(guesses)
         turn = Turn(layer_id, routed, guesses, out)
         graph = self.step_graph
@@ -541,9 +549,9 @@ class OffloadedExperts(Experts):
     ) -> None:
         guesses: dict[int, SpeculateOutput] = {}
         foretells = self.policy.predictor != "none"
-        if foretells:
-            with device.beside(routed):
-                guesses = self.predictor.guess(layer_id, routed)
+        for i, later in enumerate(self.predictor.later(layer_id)):
+            with device.beside(routed, i):
+                guesses[later] = self.predictor.guess(layer_id, later, routed)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
         ids = device.plan(layer_id, routed)
@@ -712,10 +720,11 @@ class OffloadedExperts(Experts):
         return table.index_select(0, topk_ids.flatten()).view(topk_ids.shape)
 
     def _prefetch(self, foretold: dict[int, np.ndarray]) -> None:
-        # What will run anyway is no guess.
-        priority = Priority.DEMAND if self.policy.execute == "speculated" else Priority.PREFETCH
+        # What will run anyway is no guess: that of the next layer.
+        runs_next = self.policy.execute == "speculated"
         guard = self._guard
-        for later in sorted(foretold):
+        for i, later in enumerate(sorted(foretold)):
+            priority = Priority.DEMAND if runs_next and i == 0 else Priority.PREFETCH
             if guard is not None and guard.is_off[later]:
                 continue
             # Best first: every token's most likely expert, then every token's second.

@@ -133,8 +133,6 @@ class Policy:
             )
         if self.prefetch == "always":
             raise InputError("--prefetch always has no effect with --execute speculated, which needs what is foretold")
-        if self.lookahead > 1:
-            raise InputError("--lookahead above 1 needs --execute routed: speculated execution runs the next layer's")
         if self.candidates > 0:
             raise InputError(
                 "--candidates needs --execute routed: speculated execution runs the best K and would waste the others"

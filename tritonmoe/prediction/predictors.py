@@ -27,12 +27,17 @@ from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routi
 class Predictor:
     """Foretells nothing."""
 
-    def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
-        """By later layer: logits [T, E] and ids [T, M], best first, on the device."""
-        return {}
+    def later(self, layer_id: int) -> list[int]:
+        """The layers that are foretold on the device when this one has been routed, the next one first."""
+        return []
+
+    def guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
+        """Of one of them: logits [T, E] and ids [T, M], best first, for few tokens. Guesses of different layers may run
+        at once, each behind its own of the layer before."""
+        raise NotImplementedError("nothing is foretold")
 
     def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
-        """The same for any number of tokens."""
+        """Of all of them, for any number of tokens."""
         return {}
 
     def known(self, layer_id: int) -> dict[int, np.ndarray]:
@@ -69,22 +74,18 @@ class RouterPredictor(Predictor):
         self._ops, self._spec, self._weights = ops, spec, weights
         self._lookahead, self._candidates = lookahead, candidates
         self._defaults, self._estimator, self._kinds = default_vectors, estimator, dict(kinds or {})
-        self._counter = torch.zeros(MAX_DECODE_TOKENS, dtype=torch.int32, device=weights.embedding.device)
+        shape, device = (lookahead, MAX_DECODE_TOKENS), weights.embedding.device
+        self._counters = torch.zeros(shape, dtype=torch.int32, device=device)  # of launches that may run at once
         self._moe_layers = list(spec.moe_layers)
 
-    def guess(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
-        if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
-            return {}
-        return {later: self._guess(layer_id, later, routed) for later in self._later(layer_id)}
+    def later(self, layer_id: int) -> list[int]:
+        return [i for i in self._moe_layers if i > layer_id][: self._lookahead]
 
     def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """`guess` for any number of tokens, by operations that suit many, and with `q`."""
-        return {later: self._guess_many(layer_id, later, routed) for later in self._later(layer_id)}
+        return {later: self._guess_many(layer_id, later, routed) for later in self.later(layer_id)}
 
-    def _later(self, layer_id: int) -> list[int]:
-        return [i for i in self._moe_layers if i > layer_id][: self._lookahead]
-
-    def _guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
+    def guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
         rule, weights = self._rule(later), self._weights.layers[later]
         assert weights.moe is not None
         mixed, out = (None, None, None), None
@@ -103,7 +104,7 @@ class RouterPredictor(Predictor):
             weights.moe.router,
             rule,
             rule.top_k,
-            self._counter,
+            self._counters[self.later(layer_id).index(later)],
             self._spec.norm_epsilon,
             self._spec.residual_multiplier,
             weights.moe.router_bias,
