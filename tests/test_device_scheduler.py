@@ -65,10 +65,10 @@ def check(offloaded: Offloaded) -> None:
         check_integrity(device.state)
     experts.settle()
     for device in experts._devices.values():
-        for words in (device.state.demand_ready, device.state.prefetch_ready):
-            assert set(words.tolist()) <= {0, READY}, "a fetch has not said that it is ready"
-        if offloaded.experts.policy.lookahead == 1:  # else lists are not awaited
-            assert not device.state.prefetch_listed.any(), "a list was not fetched"
+        for state in device._states_ahead:
+            for words in (state.demand_ready, state.prefetch_ready, state.demand_closing, state.prefetch_closing):
+                assert set(words.tolist()) <= {0, READY}, "a fetch has not said that it is ready, or asked for all"
+            assert not state.prefetch_listed.any(), "a list was not fetched"
     experts.scheduler.check_integrity()
     for layer in experts.counters.layers:
         assert layer.routed == layer.hits + layer.late + layer.demand

@@ -137,10 +137,10 @@ def test_refuses_no_programs() -> None:
         expert_gemm(randn(1, 16), slot_ids, *make_experts(2, 16, 16, torch.float32), programs=0)
 
 
-@pytest.mark.parametrize("words", [1, 2])
+@pytest.mark.parametrize("words", [1, 2, 4])
 def test_what_is_ready_makes_the_same_bits(words: int) -> None:
     experts, x = make_experts(5, 36, 20, torch.float32), randn(3, 36)
-    ready = [torch.full((1,), READY, dtype=torch.int32, device=DEVICE) for _ in range(words)]
+    ready = torch.full((words, 3), READY, dtype=torch.int32, device=DEVICE)[:, 1]  # of one layer among three
     for slot_ids in (random_slots(3, 4, 5), torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)):
         out = run_poisoned(x, slot_ids, experts, programs=7, ready=ready)
         expected = run_poisoned(x, slot_ids, experts)
@@ -151,7 +151,7 @@ def test_nothing_absent_is_awaited() -> None:
     """A word that nobody makes READY, where no expert is to be computed: what comes ends all the same."""
     nobody = torch.zeros(1, dtype=torch.int32, device=DEVICE)
     slot_ids = torch.full((2, 3), -1, dtype=torch.int32, device=DEVICE)
-    out = run_poisoned(randn(2, 16), slot_ids, make_experts(2, 16, 16, torch.float32), programs=7, ready=[nobody])
+    out = run_poisoned(randn(2, 16), slot_ids, make_experts(2, 16, 16, torch.float32), programs=7, ready=nobody)
     assert out.isnan().all()
 
 
@@ -162,10 +162,10 @@ def test_refuses_ready_where_nothing_would_wait() -> None:
     )
     experts, x = make_experts(2, 16, 16, torch.float32), randn(1, 16)
     for options, message in (
-        ({"ready": [word]}, "ready is for the decode form with `programs`"),
-        ({"ready": [word], "programs": 7, "form": "prefill"}, "ready is for the decode form"),
-        ({"ready": [word] * 3, "programs": 7}, "two words at most"),
-        ({"ready": [word.long()], "programs": 7}, "ready is torch.int64"),
+        ({"ready": word}, "ready is for the decode form with `programs`"),
+        ({"ready": word, "programs": 7, "form": "prefill"}, "ready is for the decode form"),
+        ({"ready": word[None], "programs": 7}, "ready has shape"),
+        ({"ready": word.long(), "programs": 7}, "ready is torch.int64"),
     ):
         with pytest.raises(ValueError, match=message):
             expert_gemm(x, slot_ids, *experts, **options)

@@ -235,8 +235,20 @@ def test_a_list_that_is_awaited(entries: int, function: Callable[..., None], pin
 def test_others_go_first_but_not_for_ever(pin: Pin) -> None:
     """What this launch lets go first may not be on the device: it is copied all the same."""
     case = Case(pin(random_bytes(1, 2, 512)), 2, random_entries(2, 2, 2))
-    words = {"listed": table([LISTED], torch.int32), "goes_first": [table([0], torch.int32)]}
+    unseen, asked = table([0], torch.int32), table([1], torch.int32)
+    words = {"listed": table([LISTED], torch.int32), "goes_first": [unseen], "gives_way": (unseen, asked)}
     case.run(fetch, True, programs=1, **words, **SMALL)
+    for entry, (_, slot, _) in enumerate(case.entries):
+        assert case.row(slot).equal(case.source(entry))
+
+
+@pytest.mark.parametrize(("closing", "count"), [(READY, 1), (0, 0), (3, 0)])
+def test_who_has_nothing_to_copy_is_not_waited_for(closing: int, count: int, pin: Pin) -> None:
+    """A launch that asks for its last chunks, or whose list is empty."""
+    case = Case(pin(random_bytes(1, 2, 2816)), 2, random_entries(2, 2, 2))
+    words = table([closing], torch.int32), table([count], torch.int32)
+    case.run(fetch, True, programs=3, gives_way=words, **SMALL)
+    assert [word.item() for word in words] == [closing, count]
     for entry, (_, slot, _) in enumerate(case.entries):
         assert case.row(slot).equal(case.source(entry))
 
@@ -285,6 +297,8 @@ REFUSED: dict[str, dict[str, Any]] = {
     "listed is torch.int64": {"listed": table([0], torch.int64)},
     "listed is there and closing is not": {"listed": table([0], torch.int32), "closing": None},
     "goes_first is for launches with `listed`": {"goes_first": [table([0], torch.int32)]},
+    "gives_way is for speculative launches": {"gives_way": (table([0], torch.int32),) * 2},
+    r"gives_way\[1\] has shape": {"gives_way": (table([0], torch.int32), table([0, 0], torch.int32))},
     "and two words at most": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int32)] * 3},
     r"goes_first\[0\] is torch.int64": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int64)]},
     "first_bytes is 128, expected a multiple of 256 up to 512": {"first_bytes": 128},
@@ -515,6 +529,41 @@ def test_others_go_first(pin: Pin) -> None:
 
 
 @pytest.mark.gpu
+def test_it_stops_for_what_is_needed_at_once(pin: Pin) -> None:
+    """A list that is being copied moves on only when another one's last chunks have been asked for."""
+    case = Case(pin(random_bytes(1, 2, 640 * 2816)), 2, [(0, 0, 5), (1, 1, 5)])
+    rows, closing, asked = (
+        case.tensors["buffer"].view(torch.uint8),
+        table([READY], torch.int32),
+        table([1], torch.int32),
+    )
+    copies, looks = torch.cuda.Stream(), torch.cuda.Stream()
+    case.run(fetch, True, programs=2, gives_way=(closing, asked), **SMALL)  # compiles; and what compares is loaded
+    assert (rows != POISON).any()
+    is_held = False
+    for _ in range(5):
+        case.tensors["arrivals"].zero_()
+        case.tensors["ready"].zero_()
+        case.tensors["closing"].zero_()
+        rows.fill_(POISON)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(copies):
+            case.run(fetch, True, programs=2, gives_way=(closing, asked), **SMALL)
+        with torch.cuda.stream(looks):
+            closing.zero_()
+            torch.cuda._sleep(200_000)  # about 0.1 ms: whoever copies has looked since
+            before = (rows != POISON).sum()
+            torch.cuda._sleep(1_000_000)
+            after = (rows != POISON).sum()
+            closing.fill_(READY)
+        torch.cuda.synchronize()
+        assert rows.cpu().equal(case.records[0])
+        assert before.item() == after.item(), "it did not stop"
+        is_held |= 0 < after.item() < rows.numel() * 0.9
+    assert is_held, "it had ended, or not begun, whenever it was looked at"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("delays", [(400, 50), (50, 400), (0, 400)])
 def test_gate_up_runs_beside_the_copy_of_down(delays: tuple[int, int], pin: Pin) -> None:
     """Two lists on two streams, one captured graph, slots poisoned before each replay: the bits of whole records."""
@@ -541,18 +590,19 @@ def test_gate_up_runs_beside_the_copy_of_down(delays: tuple[int, int], pin: Pin)
     )
     expected = expert_gemm(x, table([0, 1, 2, 3], torch.int32)[None], *(part.contiguous() for part in parts))
     out, side = torch.empty_like(expected), torch.cuda.Stream()
+    ready = table([0, 0], torch.int32)
+    for case, word in zip(cases, ready.split(1), strict=True):
+        case.tensors["ready"] = word
 
     def step() -> None:
         main = torch.cuda.current_stream()
-        for name in ("arrivals", "ready"):
-            for case in cases:
-                case.tensors[name].zero_()
+        for tensor in (ready, *(case.tensors["arrivals"] for case in cases)):
+            tensor.zero_()
         side.wait_stream(main)
         with torch.cuda.stream(side):
             cases[1].run(fetch, delay=delays[1], programs=2, first_bytes=first_bytes, **SMALL)
         cases[0].run(fetch, delay=delays[0], programs=3, first_bytes=first_bytes, **SMALL)
         main.wait_stream(side)
-        ready = [case.tensors["ready"] for case in cases]
         expert_gemm(x, slot_ids, gate_up, down, out=out, programs=16, ready=ready)
 
     assert buffer.shape[1] * 2 == record_bytes

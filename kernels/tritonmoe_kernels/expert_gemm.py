@@ -21,7 +21,6 @@ over the grid: rows of a block are read from memory once, weights once for the f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -91,14 +90,7 @@ def _tile_at(i, places, packed, tiles: tl.constexpr):
     return (found & 0x7FFFFFFF).to(tl.int32), found >> 32, i % tiles
 
 
-@triton.jit
-def _await_ready(ready_ptr):
-    """Whoever says so was on the device before this launch was."""
-    if ready_ptr is not None:
-        await_word(ready_ptr, READY_WORD)
-
-
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs", "num_ready", "ready_stride"])
 def _gate_up_decode_kernel(
     hidden_ptr,  # [T · K, INTERMEDIATE]
     x_ptr,  # [T, HIDDEN]
@@ -110,8 +102,9 @@ def _gate_up_decode_kernel(
     limit,
     alpha,
     num_pairs,  # where few programs share the tiles, or None
-    ready_ptr,  # [1] int32 to await instead of the launch before, or None
-    other_ready_ptr,  # one more, or None
+    ready_ptr,  # [num_ready] int32 to await instead of the launch before, or None
+    num_ready,
+    ready_stride,
     BLOCK_PAIRS: tl.constexpr,
     TOP_K: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -140,8 +133,8 @@ def _gate_up_decode_kernel(
         places, packed, count = _present(slot_ids_ptr, num_pairs, BLOCK_PAIRS)
         if ready_ptr is not None:
             if count > 0:
-                _await_ready(ready_ptr)
-                _await_ready(other_ready_ptr)
+                for i in range(num_ready):  # whoever says so was on the device before this launch was
+                    await_word(ready_ptr + i * ready_stride, READY_WORD)
             release_dependents(PDL)
         for i in range(tl.program_id(0), count * tiles, tl.num_programs(0)):
             pair, slot, tile = _tile_at(i, places, packed, tiles)
@@ -414,7 +407,7 @@ def expert_gemm(
     num_experts: int | None = None,
     form: str | None = None,
     programs: int | None = None,
-    ready: Sequence[torch.Tensor] = (),
+    ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Run each token through the experts in its slots: [T, K, H], rows of absent experts untouched.
 
@@ -426,10 +419,10 @@ def expert_gemm(
     of the decode form has, where few experts are expected to be present: each looks for what there is to do. By default
     it has one for each tile, thousands in all, whose start takes the device microseconds even if none has work.
 
-    With `programs` (of which gate_up then has no more than make EARLY_WARPS together), `ready` may be the words [1]
-    int32, one or two, of those `fetch` launches of the same device that bring experts of `slot_ids`, each with gate_up
-    and its bias as first part. They must be what this launch depends on, and all else that it reads, slot ids and `x`,
-    be complete when the demand among them begins: gate_up is computed while they still copy down.
+    With `programs` (of which gate_up then has no more than make EARLY_WARPS together), `ready` [N] int32 may be the
+    words of those `fetch` launches of the same device that bring experts of `slot_ids`, each with gate_up and its bias
+    as first part. They must be what this launch depends on, and all else that it reads, slot ids and `x`, be complete
+    when the demand among them begins: gate_up is computed while they still copy down.
     """
     _check_experts(x, slot_ids, gate_up, down, gate_up_bias, down_bias, kind)
     tokens, top_k = slot_ids.shape
@@ -441,10 +434,10 @@ def expert_gemm(
         raise ValueError(f"form must be 'decode' or 'prefill', not {form!r}")
     if programs is not None and programs < 1:
         raise ValueError(f"programs is {programs}, expected at least 1")
-    if ready and (programs is None or form != "decode" or len(ready) > 2):
-        raise ValueError("ready is for the decode form with `programs`, and two words at most")
-    for word in ready:
-        check_tensor("ready", word, (1,), (torch.int32,), x.device)
+    if ready is not None:
+        if programs is None or form != "decode":
+            raise ValueError("ready is for the decode form with `programs`")
+        check_tensor("ready", ready, (None,), (torch.int32,), x.device, strided=1)
     if tokens == 0 or top_k == 0:
         return out
     if form == "decode":
@@ -538,7 +531,7 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
     intermediate, hidden_size = hidden.shape[2], x.shape[1]
     launch = _decode_launch("expert_gate_up_decode", x, slot_ids, gate_up, intermediate, hidden_size, programs)
     grid = launch.grid
-    if ready:
+    if ready is not None:
         grid = (max(1, min(*grid, EARLY_WARPS // launch.options["num_warps"])),)
     _gate_up_decode_kernel[grid](
         hidden,
@@ -551,7 +544,9 @@ def _gate_up_decode(x, slot_ids, gate_up, bias, kind, limit, alpha, hidden, prog
         limit,
         alpha,
         launch.num_pairs,
-        *(*ready, None, None)[:2],
+        ready,
+        0 if ready is None else len(ready),
+        0 if ready is None else ready.stride(0),
         TOP_K=slot_ids.shape[1],
         HIDDEN=hidden_size,
         INTERMEDIATE=intermediate,

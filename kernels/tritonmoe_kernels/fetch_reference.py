@@ -37,14 +37,15 @@ def fetch_ref(
     closing: torch.Tensor | None = None,
     listed: torch.Tensor | None = None,
     goes_first: Sequence[torch.Tensor] = (),
+    gives_way: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.
 
-    `programs` is what `arrivals` counts up to; tiles, `delay` and what goes first change nothing.
+    `programs` is what `arrivals` counts up to; tiles, `delay` and who has its turn when change nothing.
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
-        ready, first_bytes, closing, listed, goes_first,
+        is_speculative, ready, first_bytes, closing, listed, goes_first, gives_way,
     )  # fmt: skip
     rows = buffer.view(torch.uint8)
     for entry in range(int(count)):
@@ -80,11 +81,13 @@ def check_fetch(
     copy_epoch: torch.Tensor,
     landed: torch.Tensor,
     moved: torch.Tensor,
+    is_speculative: bool,
     ready: torch.Tensor | None,
     first_bytes: int,
     closing: torch.Tensor | None,
     listed: torch.Tensor | None,
     goes_first: Sequence[torch.Tensor],
+    gives_way: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Check what `fetch` and its reference share."""
     device, size = buffer.device, len(keys)
@@ -103,6 +106,7 @@ def check_fetch(
         check_tensor(name, tensor, shape, (dtype,), device)
     words = {"ready": ready, "closing": closing, "listed": listed}
     words |= {f"goes_first[{i}]": word for i, word in enumerate(goes_first)}
+    words |= {f"gives_way[{i}]": word for i, word in enumerate(gives_way or ())}
     for name, word in words.items():
         if word is not None:
             check_tensor(name, word, (1,), (torch.int32,), device)
@@ -110,6 +114,8 @@ def check_fetch(
         raise ValueError("listed is there and closing is not: give both")
     if len(goes_first) > 2 or (goes_first and listed is None):
         raise ValueError("goes_first is for launches with `listed`, and two words at most")
+    if gives_way is not None and not is_speculative:
+        raise ValueError("gives_way is for speculative launches: what is needed now has its turn")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if record_bytes < 1 or record_bytes % RECORD_ALIGNMENT:

@@ -6,8 +6,6 @@ a launch needs are accepted and not used. The formulas themselves are in referen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -231,7 +229,7 @@ def expert_gemm_ref(
     num_experts: int | None = None,
     form: str | None = None,
     programs: int | None = None,
-    ready: Sequence[torch.Tensor] = (),
+    ready: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`expert_gemm` in float32 torch, rounded once; arguments from `hidden` on change nothing."""
     present = (slot_ids >= 0)[..., None]

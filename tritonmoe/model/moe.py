@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -158,7 +158,7 @@ class Experts:
         slots: ExpertWeights,
         out: torch.Tensor,
         programs: int | None = None,
-        ready: Sequence[torch.Tensor] = (),
+        ready: torch.Tensor | None = None,
     ) -> None:
         """Run x [T, H] through the experts in `slot_ids` [T, K] int32 of `slots`; rows of -1 stay as they are.
 

@@ -3,19 +3,19 @@
 Five branches of one captured step, T tokens; behind what is in brackets:
 
     main      router(l) -> plan_demand(l) -> experts that are there -> [late(l), side] -> combine -> …
-    side      [router(l)] -> guesses for later layers -> [plan_demand(l)] -> plan_prefetch of each
+    side      [router(l)] -> guess for l + 1 -> [plan_demand(l)] -> plan_prefetch
     demand    [plan_demand(l)] -> what is missing and not on its way
     prefetch  [plan_prefetch] -> what is foretold for l + 1
-    late      [demand(l), prefetch(l)] -> experts that were missing
+    late      [demand(l), prefetches for l] -> experts that were missing
 
 A branch begins anew in each layer, behind nothing else: behind one launch the next one surely begins before that has
 ended, behind several maybe before one of them has (tools/probe_edges.py). Nothing relies on which. Guesses, demand and
-prefetches come behind one launch each. late(l) begins before its prefetch has ended, or where nothing is prefetched its
-demand: its gate_up runs while the last record's down is copied. A prefetch is there before its list, waits for that,
-then lets the layer's demand and the prefetch before it ask for their last bytes.
+prefetches come behind one launch each. late(l) begins before its first prefetch has ended, or where nothing is
+prefetched its demand: its gate_up runs while the last record's down is copied. A prefetch is there before its list,
+waits for that, then lets the layer's demand and the prefetch before it ask for their last bytes.
 
-Where layers are foretold at several distances, a layer has several lists, of which late(l) knows the last one only: so
-prefetches come one behind the other, and behind the demand, and none begins before.
+Where more layers are foretold, each further one is guessed on a branch of its own, and planned and fetched behind the
+one before it. What is fetched for a layer after the next stops while the next one's demand is fetched.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step.
@@ -98,8 +98,13 @@ class DeviceScheduler:
             self.state = PlannerState.allocate(
                 num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
             )
-            # A layer is foretold once at every distance, each into a list of its own: the last may still be copied.
-            self._states_ahead = [self.state, *(self._other_list() for _ in range(1, policy.lookahead))]
+            # Whether first parts are there: of what a layer demands, of what the layer before foretold for it, the one
+            # before that … It is foretold once at every distance, each into a list of its own: the last may still be
+            # copied.
+            self._ready = torch.zeros(1 + policy.lookahead, num_layers, dtype=torch.int32, device=device)
+            self.state = self.state._replace(demand_ready=self._ready[0])
+            self._states_ahead = [self._with_list(ready, i > 0) for i, ready in enumerate(self._ready[1:])]
+            self.state = self._states_ahead[0]
             bases = [addresses.get(layer, 0) for layer in range(num_layers)]
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
             self._slot_ids = torch.full((num_layers, 2, batch, self._top_k), -1, dtype=torch.int32, device=device)
@@ -123,7 +128,7 @@ class DeviceScheduler:
         self._guard = self._new_guard() if policy.guards_prefetch else None
         self._steps = 0
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
-        self._fetched_ahead: dict[int, _Fetch] = {}  # by layer, what was fetched ahead for it last
+        self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
         self._kept: object = None  # what the side branch reads, until it is joined
@@ -300,16 +305,14 @@ class DeviceScheduler:
         return ids
 
     @contextlib.contextmanager
-    def behind_copies(self, layer_id: int) -> Iterator[list[torch.Tensor]]:
+    def behind_copies(self, layer_id: int) -> Iterator[torch.Tensor]:
         """What is launched inside finds the layer's experts in their slots, and all that was launched before its `plan`
         done; what follows finds it done, and mostly what was launched `beside` it. The first launch may begin when the
         words that are yielded are READY, as `expert_gemm` does."""
-        copies = [_Fetch(self._demand.done, self.state.demand_ready[layer_id : layer_id + 1])]
-        if layer_id in self._fetched_ahead:
-            copies.append(self._fetched_ahead.pop(layer_id))
+        copies = [*self._fetched_ahead.pop(layer_id, []), self._demand.done]
         try:
-            with self._late.fork(*(copy.done for copy in copies)):
-                yield [copy.ready for copy in copies]
+            with self._late.fork(*copies):
+                yield self._ready[: len(copies), layer_id]
         except BaseException:
             self._late.abandon()  # before anything that it writes to is freed
             raise
@@ -344,10 +347,9 @@ class DeviceScheduler:
             guessed = () if i == 0 else (self._guessing[i].done,)
             with self._side.go_on(self._planned, *guessed):
                 self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
-            others = () if self._policy.lookahead == 1 else (self._demand.done, self._prefetch.done)
-            with self._prefetch.fork(self._side.done, *others):
-                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
-            self._fetched_ahead[target] = _Fetch(self._prefetch.done, state.prefetch_ready[target : target + 1])
+            with self._prefetch.fork(self._side.done):
+                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, None if i == 0 else later[0])
+            self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
         with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
@@ -376,17 +378,22 @@ class DeviceScheduler:
         for branch in self._branches:
             branch.abandon()
 
-    def _other_list(self) -> PlannerState:
-        """The same state with a prefetch list of its own."""
-        names = [name for name in PlannerState._fields if "prefetch" in name]
-        return self.state._replace(**{name: torch.zeros_like(getattr(self.state, name)) for name in names})
+    def _with_list(self, ready: torch.Tensor, is_other: bool) -> PlannerState:
+        """The same state, with a prefetch list of its own or not."""
+        names = [name for name in PlannerState._fields if "prefetch" in name and is_other]
+        lists = {name: torch.zeros_like(getattr(self.state, name)) for name in names}
+        return self.state._replace(**(lists | {"prefetch_ready": ready}))
 
-    def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
+    def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter, passing: int | None = None) -> None:
+        """Fetch what a layer's list says; a prefetch lets the demand of layer `passing` go first when that comes."""
         lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]
         counted = slice(layer_id, layer_id + 1)
         options: dict[str, Any] = {}
-        if kind == "prefetch" and self._policy.lookahead == 1:  # it begins beside its plan, its bytes behind others'
+        if kind == "prefetch":  # it begins beside its plan, its bytes behind others'
             options = {"listed": state.prefetch_listed[counted], "goes_first": tuple(self._closing.values())}
+        if passing is not None:
+            words = slice(passing, passing + 1)
+            options["gives_way"] = state.demand_closing[words], state.num_demand[words]
         self._closing[kind] = getattr(state, f"{kind}_closing")[counted]
         self._ops.fetch(
             *lists,
@@ -405,13 +412,6 @@ class DeviceScheduler:
             closing=self._closing[kind],
             **options,
         )
-
-
-class _Fetch(NamedTuple):
-    """When a launch is complete, and the word that says that first parts are there."""
-
-    done: object
-    ready: torch.Tensor
 
 
 def device_addresses(store: ExpertStore, device: torch.device) -> dict[int, int] | str:
