@@ -24,7 +24,7 @@ from tritonmoe.placement.loader import Placement
 from tritonmoe.prediction.default_vectors import model_identity
 from tritonmoe.prediction.estimator import NO_VECTORS, Estimator, estimator_bytes, load_estimator
 from tritonmoe.prediction.hybrid import HybridChoice, load_hybrid
-from tritonmoe.prediction.predictors import Basis, RouterPredictor
+from tritonmoe.prediction.predictors import RouterPredictor
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.routing import NormRouterOutput
 
@@ -123,9 +123,8 @@ def test_few_and_many_tokens_are_foretold_alike(corrects: bool) -> None:
     predictor = RouterPredictor(operations(DEVICE), SPEC, WEIGHTS, 1, 2, vectors, network, kinds)
     routed = routings(9)
     for layer in range(3):
-        basis = Basis(routed[layer].residual, None, routed[layer].topk_ids, routed[layer].topk_weights)
         few, many = (
-            predictor.guess(layer, layer + 1, basis),
+            predictor.guess(layer, layer + 1, routed[layer]),
             predictor.guess_prompt(layer, routed[layer])[layer + 1],
         )
         torch.testing.assert_close(few.logits, many.logits, rtol=1e-4, atol=1e-4)

@@ -67,12 +67,12 @@ def router(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> N
     norm_router(x, x.clone(), weight, matrix, routing, counter, 1e-6, 1.0, logit_bias, selection)
 
 
-def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype, is_early: bool = False) -> None:
-    ids, residual = torch.zeros(1, routing.top_k, dtype=torch.int32), torch.ones(1, hidden, dtype=dtype)
+def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> None:
+    ids = torch.zeros(1, routing.top_k, dtype=torch.int32)
     speculate(
-        residual, torch.ones(experts, hidden, dtype=dtype), ids, ids.float(), torch.ones(hidden),
-        torch.ones(experts, hidden), routing, routing.top_k + 2, torch.zeros(1, dtype=torch.int32), 1e-6,
-        delta=residual if is_early else None,
+        torch.ones(1, hidden, dtype=dtype), torch.ones(experts, hidden, dtype=dtype), ids, ids.float(),
+        torch.ones(hidden), torch.ones(experts, hidden), routing, routing.top_k + 2,
+        torch.zeros(1, dtype=torch.int32), 1e-6,
     )  # fmt: skip
 
 
@@ -188,7 +188,6 @@ DECODE: dict[str, Case] = {
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
     "norm_router-groups": lambda dtype: router(4096, 256, GROUPED, dtype),
     "speculate-qwen3": lambda dtype: speculation(2048, 128, QWEN3, dtype),
-    "speculate-qwen3-early": lambda dtype: speculation(2048, 128, QWEN3, dtype, is_early=True),
     "estimate-qwen3": lambda dtype: estimation(2048, 1024, 4096, 128, dtype),
     "estimate-gpt_oss": lambda dtype: estimation(2880, 720, 1440, 32, dtype),
     "rope_qk-head": lambda dtype: rope(32, 4, 128, "head", dtype),

@@ -7,7 +7,7 @@ import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
 
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.norm_router import Routing, norm_router
+from tritonmoe_kernels.norm_router import Routing
 from tritonmoe_kernels.references import speculate_ref
 from tritonmoe_kernels.routing import SpeculateOutput
 from tritonmoe_kernels.speculate import speculate
@@ -109,25 +109,6 @@ def test_options(dtype: torch.dtype, router_dtype: torch.dtype) -> None:
         assert_speculated(out, expected, routing, given["selection_bias"])
         results.append(out.logits)
     assert not torch.equal(*results)
-
-
-@pytest.mark.parametrize("has_vectors", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_beside_the_router_it_is_the_same_guess(dtype: torch.dtype, has_vectors: bool) -> None:
-    """Of a residual to which the attention's output is still to be added, bit for bit."""
-    routing, options = ROUTINGS["softmax"], {"epsilon": EPSILON, "residual_multiplier": 0.22}
-    given = arguments(5, 72, 12, 4, dtype)
-    if not has_vectors:
-        given |= dict.fromkeys(("default_vectors", "topk_ids", "topk_weights"))
-    delta = randn(5, 72, dtype=dtype, seed=9)
-    norm_weight, router, counter = given["norm_weight"], given["router"], torch.zeros_like(given["counter"])
-    routed = norm_router(given["residual"], delta, norm_weight, router, routing, counter, **options)
-    outputs = [poisoned_output(5, 72, 12, 6, dtype) for _ in range(2)]
-    speculate(**given, routing=routing, count=6, out=outputs[0], delta=delta, **options)
-    speculate(**(given | {"residual": routed.residual}), routing=routing, count=6, out=outputs[1], **options)
-    assert all(torch.equal(early, late) for early, late in zip(*outputs, strict=True))
-    without = speculate(**given, routing=routing, count=6, **options)
-    assert not torch.equal(without.logits, outputs[0].logits)
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

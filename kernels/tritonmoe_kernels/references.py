@@ -192,10 +192,8 @@ def speculate_ref(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: SpeculateOutput | None = None,
-    delta: torch.Tensor | None = None,
 ) -> SpeculateOutput:
     """What `speculate` computes, through the references, q included; `counter` and `out` are not used."""
-    residual, _ = add_rms_norm_ref(residual, delta, norm_weight, epsilon, residual_multiplier)
     quasi = residual.float()
     if default_vectors is not None:
         assert topk_ids is not None

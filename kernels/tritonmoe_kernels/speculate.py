@@ -27,7 +27,6 @@ from tritonmoe_kernels.norm_router import (
     choose_experts,
     decode_tiles,
     group_blocks,
-    load_residual,
     load_router,
     rms_normalize,
     store_logits,
@@ -39,7 +38,6 @@ from tritonmoe_kernels.tiles import cdiv
 @triton.jit
 def _speculate_kernel(
     residual_ptr,  # [T, H]
-    delta_ptr,  # [T, H] or None
     default_ptr,  # [experts of this layer, H] or None
     topk_ids_ptr,  # [T, K] int32 or None
     topk_weights_ptr,  # [T, K] float32 or None
@@ -73,7 +71,7 @@ def _speculate_kernel(
     h = tl.arange(0, BLOCK_H)
     mask = h < H
     router = load_router(router_ptr, experts, h, mask, H, E)
-    residual = load_residual(residual_ptr, delta_ptr, token * H + h, mask, residual_multiplier)
+    residual = tl.load(residual_ptr + token * H + h, mask=mask, other=0.0)
     quasi = residual.to(tl.float32)
     if default_ptr is not None:
         mixed = tl.zeros([BLOCK_H], tl.float32)
@@ -110,24 +108,19 @@ def speculate(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: SpeculateOutput | None = None,
-    delta: torch.Tensor | None = None,
 ) -> SpeculateOutput:
     """The `count` ids that the next layer would choose first, and its logits, for T <= 16 tokens.
 
-    residual [T, H] after this layer's attention; or before it, and the attention's output `delta` [T, H], which are
-    added as `norm_router` does, so that both may run at once. Of this layer: default_vectors [experts, H], topk_ids
-    [T, K] int32, topk_weights [T, K] float32, or None for all three to predict from the residual alone. Of the next:
-    norm_weight [H], router [E, H], biases [E] and routing, of which score and groups order the ids. `counter` [>= T]
-    int32 is zero, and not the one of `norm_router`: both launches may run at once. Give `out.q` to keep the
-    quasi-hidden state.
+    residual [T, H] after this layer's attention. Of this layer: default_vectors [experts, H], topk_ids [T, K] int32,
+    topk_weights [T, K] float32, or None for all three to predict from the residual alone. Of the next: norm_weight [H],
+    router [E, H], biases [E] and routing, of which score and groups order the ids. `counter` [>= T] int32 is zero, and
+    not the one of `norm_router`: both launches may run at once. Give `out.q` to keep the quasi-hidden state.
     """
     tokens = len(residual)
     check_decode_tokens(tokens, "a matrix product and route_topk")
     check_router(norm_weight, router, router_bias, selection_bias, counter, tokens)
     experts, hidden = router.shape
     check_tensor("residual", residual, (tokens, hidden), FLOATS, router.device)
-    if delta is not None:
-        check_tensor("delta", delta, (tokens, hidden), (residual.dtype,), router.device)
     if not 1 <= count <= experts:
         raise ValueError(f"count is {count}, expected 1 to {experts}, the number of experts")
     check_routing(replace(routing, top_k=count), experts, selection_bias)
@@ -139,8 +132,8 @@ def speculate(
     check_tensor("out.ids", out.ids, (tokens, count), (torch.int32,), router.device)
     if out.q is not None:
         check_tensor("out.q", out.q, (tokens, hidden), (residual.dtype,), router.device)
-        if tokens and out.q.data_ptr() in (residual.data_ptr(), None if delta is None else delta.data_ptr()):
-            raise ValueError("out.q must not share memory with an input: programs of this launch still read it")
+        if tokens and out.q.data_ptr() == residual.data_ptr():
+            raise ValueError("out.q must not share memory with the residual: programs of this launch still read it")
     if not tokens:
         return out
     # K default vectors are in flight at once: four warps run out of registers on gfx1100 beyond 2,048 values.
@@ -148,7 +141,6 @@ def speculate(
     block_g, block_s = group_blocks(experts, routing.num_groups)
     _speculate_kernel[(cdiv(experts, block_e), tokens)](
         residual,
-        delta,
         default_vectors,
         topk_ids,
         topk_weights,

@@ -131,7 +131,7 @@ class DeviceScheduler:
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
-        self._kept: list[object] = []  # what guesses read, until they are joined
+        self._kept: object = None  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
         """Take over the pool's slots, of which none may be in flight or pinned."""
@@ -166,7 +166,7 @@ class DeviceScheduler:
             branch.reset()
         self._fetched_ahead.clear()
         self._closing.clear()
-        self._kept.clear()
+        self._kept = None
         self._counted_tick = clock
         if self._guard is not None:
             self._guard, self._look = self._new_guard(), None
@@ -321,10 +321,10 @@ class DeviceScheduler:
             self.join()
 
     @contextlib.contextmanager
-    def beside(self, kept: object, i: int) -> Iterator[None]:
+    def beside(self, routed: NormRouterOutput, i: int) -> Iterator[None]:
         """What is launched inside runs beside what follows, until the next `join`: it guesses the i-th layer behind
-        this one, for `look_ahead`. What it reads is kept until then."""
-        self._kept.append(kept)
+        this one, for `look_ahead`. `routed` is held until then."""
+        self._kept = routed
         with self._guessing[i].fork():
             yield
 
@@ -361,7 +361,7 @@ class DeviceScheduler:
     def join(self) -> None:
         """Order what is launched from here on behind the side branch."""
         self._side.join()
-        self._kept.clear()
+        self._kept = None
 
     def end(self) -> None:
         """The last layer's computation is launched: every branch ends here."""

@@ -38,7 +38,7 @@ from tritonmoe.offload.policy import Policy, holds_a_step, minimum_slots, should
 from tritonmoe.offload.prefetch_guard import PrefetchGuard
 from tritonmoe.offload.scheduler import Plan, Scheduler, Wave
 from tritonmoe.offload.slot_pool import SlotPool
-from tritonmoe.prediction.predictors import Basis, Predictor
+from tritonmoe.prediction.predictors import Predictor
 from tritonmoe.waiting import STEP_TIMEOUT_S, await_until
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, SpeculateOutput
 
@@ -166,7 +166,6 @@ class OffloadedExperts(Experts):
         self._resizes = 0
         self._make_slots(num_slots)
         self._guesses: dict[int, Guess] = {}  # by layer, what will run there
-        self._early: dict[int, SpeculateOutput] = {}  # by later layer, what was foretold beside this one's router
         is_cuda, shape = weights.embedding.is_cuda, (len(spec.layers), self._num_experts)
         self._mapped = torch.zeros(shape, dtype=torch.bool, pin_memory=is_cuda)  # for `cache_bias`
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
@@ -445,8 +444,6 @@ class OffloadedExperts(Experts):
         is_first = layer_id == self._moe_layers[0]
         if self._device is not None and not is_prefill:
             self._device.join()  # what follows reads what was planned, and guessed, beside the last layer
-            known = (None, None) if guess is None else (guess.topk_ids, guess.topk_weights)
-            self._foretell_early(self._device, layer_id, Basis(residual, delta, *known))
         is_true = self.policy.execute == "routed" or (is_prefill and not self.policy.is_router_free)
         if is_first or is_true:
             routed = self._true_routing(layer_id, residual, delta)
@@ -470,17 +467,7 @@ class OffloadedExperts(Experts):
         """What the predictor knows on the device, by later layer, the next one first."""
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
             return {}
-        basis = Basis(routed.residual, None, routed.topk_ids, routed.topk_weights)
-        return {later: self.predictor.guess(layer_id, later, basis) for later in self.predictor.later(layer_id)}
-
-    def _foretell_early(self, device: DeviceScheduler, layer_id: int, basis: Basis) -> None:
-        """The same beside the layer's own router, where what is foretold does not depend on that: guesses that leave
-        its choice out, or all of them where the choice was a guess."""
-        self._early.clear()
-        for i, later in enumerate(self.predictor.later(layer_id)):
-            if basis.topk_weights is not None or not self.predictor.needs_choice(later):
-                with device.beside(basis, i):
-                    self._early[later] = self.predictor.guess(layer_id, later, basis)
+        return {later: self.predictor.guess(layer_id, later, routed) for later in self.predictor.later(layer_id)}
 
     def _choose(self, guesses: dict[int, SpeculateOutput]) -> None:
         """Where guesses are executed, choose by that of the next layer what will run there: beside this layer, not on
@@ -560,17 +547,16 @@ class OffloadedExperts(Experts):
     def _compute_on_device(
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
-        basis = Basis(routed.residual, None, routed.topk_ids, routed.topk_weights)
+        guesses: dict[int, SpeculateOutput] = {}
+        foretells = self.policy.predictor != "none"
         for i, later in enumerate(self.predictor.later(layer_id)):
-            if later not in self._early:
-                with device.beside(basis, i):
-                    self._early[later] = self.predictor.guess(layer_id, later, basis)
-        guesses, self._early = dict(sorted(self._early.items())), {}
+            with device.beside(routed, i):
+                guesses[later] = self.predictor.guess(layer_id, later, routed)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
         ids = device.plan(layer_id, routed)
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
-        if self.policy.predictor != "none":
+        if foretells:
             device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
             with device.behind_guesses():  # not before: no fetch waits for it
                 self._choose(guesses)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,27 +24,14 @@ from tritonmoe_kernels.estimate_reference import estimate_ref
 from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing, SpeculateOutput
 
 
-class Basis(NamedTuple):
-    """What later layers are foretold from when a layer's attention is done, T tokens."""
-
-    residual: torch.Tensor  # [T, H]
-    delta: torch.Tensor | None  # [T, H], the attention's output, where it is not in the residual yet
-    topk_ids: torch.Tensor | None  # [T, K] int32; None where a guess does without
-    topk_weights: torch.Tensor | None  # [T, K] float32
-
-
 class Predictor:
     """Foretells nothing."""
 
     def later(self, layer_id: int) -> list[int]:
-        """The layers that are foretold on the device in this one, the next one first."""
+        """The layers that are foretold on the device when this one has been routed, the next one first."""
         return []
 
-    def needs_choice(self, later: int) -> bool:
-        """Whether a layer is foretold from which experts the layer before has chosen."""
-        return True
-
-    def guess(self, layer_id: int, later: int, basis: Basis) -> SpeculateOutput:
+    def guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
         """Of one of them: logits [T, E] and ids [T, M], best first, for few tokens. Guesses of different layers may run
         at once, each behind its own of the layer before."""
         raise NotImplementedError("nothing is foretold")
@@ -99,25 +85,20 @@ class RouterPredictor(Predictor):
         """`guess` for any number of tokens, by operations that suit many, and with `q`."""
         return {later: self._guess_many(layer_id, later, routed) for later in self.later(layer_id)}
 
-    def needs_choice(self, later: int) -> bool:
-        return self._defaults is not None and self._kinds.get(later) != "residual"
-
-    def guess(self, layer_id: int, later: int, basis: Basis) -> SpeculateOutput:
-        residual = basis.residual
+    def guess(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
         rule, weights = self._rule(later), self._weights.layers[later]
         assert weights.moe is not None
         mixed, out = (None, None, None), None
-        if self.needs_choice(later):
-            assert self._defaults is not None
-            mixed = (self._defaults[layer_id], basis.topk_ids, basis.topk_weights)
+        if self._defaults is not None and self._kinds.get(later) != "residual":
+            mixed = (self._defaults[layer_id], routed.topk_ids, routed.topk_weights)
         is_estimated = self._kinds.get(later) == "estimator"
         if is_estimated:
-            shape = len(residual), len(weights.moe.router)
-            logits = residual.new_empty(*shape, dtype=torch.float32)
+            shape = len(routed.x), len(weights.moe.router)
+            logits = routed.residual.new_empty(*shape, dtype=torch.float32)
             ids = torch.empty(shape[0], rule.top_k, dtype=torch.int32, device=logits.device)
-            out = SpeculateOutput(logits, ids, torch.empty_like(residual))
+            out = SpeculateOutput(logits, ids, torch.empty_like(routed.residual))
         guess = self._ops.speculate(
-            residual,
+            routed.residual,
             *mixed,
             weights.post_norm,
             weights.moe.router,
@@ -129,22 +110,20 @@ class RouterPredictor(Predictor):
             weights.moe.router_bias,
             weights.moe.selection_bias,
             out=out,
-            delta=basis.delta,
         )
         return self._estimated(later, guess, self._ops.estimate) if is_estimated else guess
 
     def _guess_many(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
-        rule, weights = self._rule(later), self._weights.layers[later]
+        rule, weights, kind = self._rule(later), self._weights.layers[later], self._kinds.get(later)
         assert weights.moe is not None
         quasi = routed.residual
-        if self.needs_choice(later):
-            assert self._defaults is not None
+        if self._defaults is not None and kind != "residual":
             outputs = self._defaults[layer_id][routed.topk_ids.long()]  # [T, K, H]
             quasi = self._ops.combine(outputs, routed.topk_weights, None, quasi, self._spec.residual_multiplier)
         _, q = self._ops.add_rms_norm(quasi, None, weights.post_norm, self._spec.norm_epsilon)
         logits = reference.router_logits(q, weights.moe.router, weights.moe.router_bias)
         guess = SpeculateOutput(logits, routed.topk_ids, q)
-        if self._kinds.get(later) == "estimator":
+        if kind == "estimator":
             return self._estimated(later, guess, estimate_ref)
         return guess._replace(ids=self._ops.route_topk(logits, rule, weights.moe.selection_bias)[0])
 
