@@ -119,10 +119,11 @@ class DeviceScheduler:
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         self._guessing = [make_branch(device, SOON) for _ in range(policy.lookahead)]
         self._side = self._guessing[0]
+        self._has_guess = [False] * policy.lookahead  # by branch, until it is joined
         self._demand, self._prefetch = make_branch(device, SOON), make_branch(device, SOON)
         self._late = make_branch(device)
         self._branches = *self._guessing, self._demand, self._prefetch, self._late
-        self._has_slow_guesses = policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS
+        self._is_trained = policy.predictor in TRAINED_PREDICTORS
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -131,7 +132,7 @@ class DeviceScheduler:
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
-        self._kept: object = None  # what the side branch reads, until it is joined
+        self._kept: list[object] = []  # what the side branch reads, until it is joined
 
     def load(self, pool: SlotPool) -> None:
         """Take over the pool's slots, of which none may be in flight or pinned."""
@@ -166,7 +167,7 @@ class DeviceScheduler:
             branch.reset()
         self._fetched_ahead.clear()
         self._closing.clear()
-        self._kept = None
+        self._forget_guesses()
         self._counted_tick = clock
         if self._guard is not None:
             self._guard, self._look = self._new_guard(), None
@@ -317,14 +318,15 @@ class DeviceScheduler:
             self._late.abandon()  # before anything that it writes to is freed
             raise
         self._late.join()
-        if not self._has_slow_guesses:  # else where the next layer is routed, whose launch then begins after others
-            self.join()
+        if not self._is_trained and not any(self._has_guess[1:]):  # slow ones are joined where the next layer is
+            self.join()  # routed, whose launch then begins after others
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput, i: int) -> Iterator[None]:
         """What is launched inside runs beside what follows, until the next `join`: it guesses the i-th layer behind
         this one, for `look_ahead`. `routed` is held until then."""
-        self._kept = routed
+        self._kept.append(routed)
+        self._has_guess[i] = True
         with self._guessing[i].fork():
             yield
 
@@ -344,14 +346,20 @@ class DeviceScheduler:
         for i, (target, ids) in enumerate(guesses.items()):
             assert target == later[i], "guesses are of the next layers, the nearest first"
             state, table = self._states_ahead[i], None if self._tables is None else self._tables.foretold[i]
-            guessed = () if i == 0 else (self._guessing[i].done,)
-            with self._side.go_on(self._planned, *guessed):
+            if i > 0:  # behind the plan before it
+                branch = self._side.go_on(*((self._guessing[i].done,) if self._has_guess[i] else ()))
+            elif self._has_guess[0]:
+                branch = self._side.go_on(self._planned)
+            else:
+                branch = self._side.fork(self._planned)
+            with branch:
                 self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
             with self._prefetch.fork(self._side.done):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, None if i == 0 else later[0])
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
         with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
+            self._kept += routed, foretold
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
                 self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
             if self._policy.predictor == "previous-token":
@@ -361,7 +369,7 @@ class DeviceScheduler:
     def join(self) -> None:
         """Order what is launched from here on behind the side branch."""
         self._side.join()
-        self._kept = None
+        self._forget_guesses()
 
     def end(self) -> None:
         """The last layer's computation is launched: every branch ends here."""
@@ -377,6 +385,11 @@ class DeviceScheduler:
         self._closing.clear()
         for branch in self._branches:
             branch.abandon()
+        self._forget_guesses()
+
+    def _forget_guesses(self) -> None:
+        self._kept.clear()
+        self._has_guess = [False] * self._policy.lookahead
 
     def _with_list(self, ready: torch.Tensor, is_other: bool) -> PlannerState:
         """The same state, with a prefetch list of its own or not."""
