@@ -4,7 +4,8 @@ Floor of `norm_router`: the router's E·H weights are read once, 1 MB for 128 x 
 small (a token's residual, delta and norm weight: 16 KB). At 4 TB/s that is 0.25 us, so latency decides: one program
 would stream those weights for 10 to 20 us.
 
-Schedule: grid (expert blocks, T), about 256 programs where there is work for them. Each asks for its router rows first,
+Schedule: grid (expert blocks, T), about 256 programs where there is work for them, and half of that more for later
+layers' routers (`ahead`). Each asks for its router rows first,
 since they do not depend on the step, then recomputes the norm of its token and stores its logits. The programs of a
 token arrive at a counter; the last one sees all E logits and chooses. Block 0 alone writes the new residual and x. The
 choice ranks experts by counting those in front of each (E² comparisons in one step, no rounds) where that is shorter
@@ -257,6 +258,7 @@ def _norm_router_kernel(
     WEIGHT_PLUS_ONE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    BLOCK_AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BY_COUNTING: tl.constexpr,
@@ -264,14 +266,15 @@ def _norm_router_kernel(
 ):
     BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
     token = tl.program_id(1).to(tl.int64)
-    for i in tl.static_range(NUM_AHEAD):
-        if tl.program_id(0) // BLOCKS == i + 1:
-            _foretell(
-                residual_ptr, delta_ptr, ahead[i], tl.program_id(0) % BLOCKS, token, residual_multiplier, epsilon,
-                H, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, WEIGHT_PLUS_ONE, BLOCK_H, BLOCK_E, BLOCK_G, BLOCK_S,
-                BY_COUNTING, PDL,
-            )  # fmt: skip
+    BLOCKS_AHEAD: tl.constexpr = (E + BLOCK_AHEAD - 1) // BLOCK_AHEAD
     block = tl.program_id(0)
+    for i in tl.static_range(NUM_AHEAD):
+        if (block >= BLOCKS + i * BLOCKS_AHEAD) & (block < BLOCKS + (i + 1) * BLOCKS_AHEAD):
+            _foretell(
+                residual_ptr, delta_ptr, ahead[i], block - (BLOCKS + i * BLOCKS_AHEAD), token, residual_multiplier,
+                epsilon, H, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, WEIGHT_PLUS_ONE, BLOCK_H, BLOCK_AHEAD, BLOCK_G,
+                BLOCK_S, BY_COUNTING, PDL,
+            )  # fmt: skip
     if block >= BLOCKS:
         return
     experts = block * BLOCK_E + tl.arange(0, BLOCK_E)
@@ -358,8 +361,10 @@ def norm_router(
         check_tensor("ahead.ids", later.ids, (tokens, count), (torch.int32,), router.device)
         check_routing(replace(routing, top_k=count), experts, later.selection_bias)
     block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=256)
+    # All of one wave, and the layer's own with the tiles that it has alone: the same bits.
+    _, block_ahead, _ = decode_tiles(tokens * max(1, len(ahead)), hidden, experts, programs=128)
     block_g, block_s = group_blocks(experts, routing.num_groups)
-    _norm_router_kernel[(cdiv(experts, block_e) * (1 + len(ahead)), tokens)](
+    _norm_router_kernel[(cdiv(experts, block_e) + len(ahead) * cdiv(experts, block_ahead), tokens)](
         residual,
         delta,
         norm_weight,
@@ -386,6 +391,7 @@ def norm_router(
         WEIGHT_PLUS_ONE=weight_plus_one,
         BLOCK_H=block_h,
         BLOCK_E=block_e,
+        BLOCK_AHEAD=block_ahead,
         BLOCK_G=block_g,
         BLOCK_S=block_s,
         BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,

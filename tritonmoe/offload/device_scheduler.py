@@ -343,6 +343,7 @@ class DeviceScheduler:
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed = min(self._num_experts, self.batch * self._top_k)
+        demands = self._policy.execute == "routed"  # else nearly all that the next layer runs is on its way
         for i, (target, ids) in enumerate(guesses.items()):
             assert target == later[i], "guesses are of the next layers, the nearest first"
             state, table = self._states_ahead[i], None if self._tables is None else self._tables.foretold[i]
@@ -355,7 +356,7 @@ class DeviceScheduler:
             with branch:
                 self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
             with self._prefetch.fork(self._side.done):
-                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, None if i == 0 else later[0])
+                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, later[0] if demands and i > 0 else None)
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
         with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
