@@ -30,7 +30,7 @@ from tritonmoe_kernels.estimate_reference import EstimatorWeights  # noqa: E402
 from tritonmoe_kernels.expert_gemm import combine, expert_gemm  # noqa: E402
 from tritonmoe_kernels.fetch import fetch  # noqa: E402
 from tritonmoe_kernels.linear import linear  # noqa: E402
-from tritonmoe_kernels.norm_router import Ahead, Routing, add_rms_norm, norm_router, route_topk  # noqa: E402
+from tritonmoe_kernels.norm_router import Routing, add_rms_norm, norm_router, route_topk  # noqa: E402
 from tritonmoe_kernels.plan import plan_demand, plan_prefetch  # noqa: E402
 from tritonmoe_kernels.planner_state import PlannerState  # noqa: E402
 from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, WeightFormat  # noqa: E402
@@ -65,14 +65,6 @@ def router(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> N
     logit_bias = bias if routing.score == "topk_softmax" else None
     weight, matrix = torch.ones(hidden), torch.ones(experts, hidden)
     norm_router(x, x.clone(), weight, matrix, routing, counter, 1e-6, 1.0, logit_bias, selection)
-
-
-def routing_ahead(hidden: int, experts: int, routing: Routing, layers: int, dtype: torch.dtype) -> None:
-    """A router, and those of so many later layers."""
-    norm, weight = torch.ones(hidden, dtype=dtype), torch.ones(experts, hidden, dtype=dtype)
-    residual, ids = torch.ones(1, hidden, dtype=dtype), torch.zeros(1, routing.top_k, dtype=torch.int32)
-    later = Ahead(norm, weight, None, None, ids[0], torch.ones(1, experts), ids)
-    norm_router(residual, residual, norm, weight, routing, ids[0], 1e-6, ahead=[later] * layers)
 
 
 def speculation(hidden: int, experts: int, routing: Routing, dtype: torch.dtype) -> None:
@@ -195,8 +187,6 @@ DECODE: dict[str, Case] = {
     "norm_router-qwen3": lambda dtype: router(2048, 128, QWEN3, dtype),
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
     "norm_router-groups": lambda dtype: router(4096, 256, GROUPED, dtype),
-    "norm_router-qwen3-ahead": lambda dtype: routing_ahead(2048, 128, QWEN3, 1, dtype),
-    "norm_router-gpt_oss-ahead": lambda dtype: routing_ahead(2880, 32, GPT_OSS, 2, dtype),
     "speculate-qwen3": lambda dtype: speculation(2048, 128, QWEN3, dtype),
     "estimate-qwen3": lambda dtype: estimation(2048, 1024, 4096, 128, dtype),
     "estimate-gpt_oss": lambda dtype: estimation(2880, 720, 1440, 32, dtype),

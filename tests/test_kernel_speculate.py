@@ -7,9 +7,9 @@ import torch
 from kernel_testing import DEVICE, DTYPES, KERNEL_MARKS, assert_close, poisoned, randn
 
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.norm_router import norm_router
-from tritonmoe_kernels.references import norm_router_ref, speculate_ref
-from tritonmoe_kernels.routing import Ahead, Routing, SpeculateOutput
+from tritonmoe_kernels.norm_router import Routing
+from tritonmoe_kernels.references import speculate_ref
+from tritonmoe_kernels.routing import SpeculateOutput
 from tritonmoe_kernels.speculate import speculate
 
 pytestmark = KERNEL_MARKS
@@ -109,39 +109,6 @@ def test_options(dtype: torch.dtype, router_dtype: torch.dtype) -> None:
         assert_speculated(out, expected, routing, given["selection_bias"])
         results.append(out.logits)
     assert not torch.equal(*results)
-
-
-@pytest.mark.parametrize("layers", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("name", "tokens"), [("softmax", 1), ("topk_softmax", 5), ("sigmoid_groups", 3)])
-def test_beside_a_layers_own_router(name: str, tokens: int, dtype: torch.dtype, layers: int) -> None:
-    """The guess from the residual alone, for several layers; and what the layer chooses has the same bits."""
-    routing, hidden, experts, count = ROUTINGS[name], 72, 12, 6
-    residual, delta = (randn(tokens, hidden, dtype=dtype, seed=seed) for seed in (1, 2))
-    norm_weights = [1 + randn(hidden, scale=0.2, seed=3 + i) for i in range(1 + layers)]
-    routers = [randn(experts, hidden, scale=hidden**-0.5, seed=7 + i) for i in range(1 + layers)]
-    biases = randn(1 + layers, 2, experts, seed=11)
-    chosen_by = (None, *biases[:, 1]) if name == "sigmoid_groups" else (None,) * (2 + layers)
-    counters = torch.zeros(1 + layers, tokens, dtype=torch.int32, device=DEVICE)
-    options = {"epsilon": EPSILON, "residual_multiplier": 0.22}
-    own = residual, delta, norm_weights[0], routers[0], routing, counters[0]
-    alone = norm_router(*own, **options)
-    expected = norm_router_ref(*own, **options)
-    for _ in range(2):  # the second launch finds the counters as the first left them
-        outputs = [poisoned_output(tokens, hidden, experts, count, dtype) for _ in range(layers)]
-        ahead = [
-            Ahead(norm_weights[i], routers[i], biases[i, 0], chosen_by[1 + i], counters[i], output.logits, output.ids)
-            for i, output in enumerate(outputs, start=1)
-        ]
-        routed = norm_router(*own, **options, ahead=ahead)
-        assert all(torch.equal(one, other) for one, other in zip(routed, alone, strict=True))
-        assert not counters.any()
-        for i, output in enumerate(outputs, start=1):
-            guess = speculate_ref(
-                expected.residual, None, None, None, norm_weights[i], routers[i], routing, count, counters[i],
-                **options, router_bias=biases[i, 0], selection_bias=chosen_by[1 + i],
-            )  # fmt: skip
-            assert_speculated(output._replace(q=guess.q), guess, routing, chosen_by[1 + i])
 
 
 @pytest.mark.parametrize("name", ROUTINGS)

@@ -4,8 +4,7 @@ Floor of `norm_router`: the router's E·H weights are read once, 1 MB for 128 x 
 small (a token's residual, delta and norm weight: 16 KB). At 4 TB/s that is 0.25 us, so latency decides: one program
 would stream those weights for 10 to 20 us.
 
-Schedule: grid (expert blocks, T), about 256 programs where there is work for them, and half of that more for later
-layers' routers (`ahead`). Each asks for its router rows first,
+Schedule: grid (expert blocks, T), about 256 programs where there is work for them. Each asks for its router rows first,
 since they do not depend on the step, then recomputes the norm of its token and stores its logits. The programs of a
 token arrive at a counter; the last one sees all E logits and chooses. Block 0 alone writes the new residual and x. The
 choice ranks experts by counting those in front of each (E² comparisons in one step, no rounds) where that is shorter
@@ -17,16 +16,13 @@ may contract to one fused multiply-add; 16-bit types round the product first, as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
 from tritonmoe_kernels.checks import FLOATS, check_tensor
 from tritonmoe_kernels.dependent_launch import await_inputs, launch_options, release_dependents
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, Ahead, NormRouterOutput, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 from tritonmoe_kernels.tiles import cdiv, next_power_of_2
 
 COUNTING_LIMIT = 128  # experts up to which counting (E² / threads) beats K rounds; at 256 it would spill
@@ -69,15 +65,15 @@ def store_logits(logits_ptr, bias_ptr, router, x, experts, E: tl.constexpr):
 
 
 @triton.jit
-def arrive_last(counter_ptr, programs):
-    """Whether this program is the last of so many to arrive; what the others stored before is then visible.
+def arrive_last(counter_ptr):
+    """Whether this program is the last of grid axis 0 to arrive; what the others stored before is then visible.
 
     The barrier comes first because one thread arrives for all: every warp must have stored by then. The last
     program leaves the counter at zero for the next launch.
     """
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
-    is_last = arrived == programs - 1
+    is_last = arrived == tl.num_programs(0) - 1
     if is_last:
         tl.store(counter_ptr, 0)
     return is_last
@@ -202,31 +198,6 @@ def store_topk(
 
 
 @triton.jit
-def _foretell(
-    residual_ptr, delta_ptr, ahead, block, token, residual_multiplier, epsilon, H: tl.constexpr, E: tl.constexpr,
-    M: tl.constexpr, SCORE: tl.constexpr, NUM_GROUPS: tl.constexpr, TOPK_GROUPS: tl.constexpr,
-    WEIGHT_PLUS_ONE: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_G: tl.constexpr,
-    BLOCK_S: tl.constexpr, BY_COUNTING: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """A block of a later layer's experts; what the last program of a token stores are the ids of its best."""
-    experts = block * BLOCK_E + tl.arange(0, BLOCK_E)
-    h = tl.arange(0, BLOCK_H)
-    mask = h < H
-    router = load_router(ahead.router, experts, h, mask, H, E)
-    await_inputs(PDL)
-    release_dependents(PDL)
-    residual = load_residual(residual_ptr, delta_ptr, token * H + h, mask, residual_multiplier)
-    x = rms_normalize(residual.to(tl.float32), ahead.norm_weight, h, mask, epsilon, H, WEIGHT_PLUS_ONE)
-    logits_ptr = ahead.logits + token * E
-    store_logits(logits_ptr, ahead.router_bias, router, x.to(residual.dtype), experts, E)
-    if arrive_last(ahead.counter + token, (E + BLOCK_E - 1) // BLOCK_E):
-        ids, _scores, rank = choose_experts(
-            logits_ptr, ahead.selection_bias, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
-        )
-        tl.store(ahead.ids + token * M + rank, ids, mask=rank < M)
-
-
-@triton.jit
 def _norm_router_kernel(
     residual_ptr,  # [T, H]
     delta_ptr,  # [T, H] or None
@@ -240,7 +211,6 @@ def _norm_router_kernel(
     topk_ids_ptr,  # [T, K] int32
     topk_weights_ptr,  # [T, K] float32
     counter_ptr,  # [T] int32, zero
-    ahead,  # tuple of Ahead
     residual_multiplier,
     epsilon,
     renorm_epsilon,
@@ -251,32 +221,18 @@ def _norm_router_kernel(
     K: tl.constexpr,
     SCORE: tl.constexpr,
     RENORMALIZE: tl.constexpr,
-    NUM_AHEAD: tl.constexpr,
-    M: tl.constexpr,
     NUM_GROUPS: tl.constexpr,
     TOPK_GROUPS: tl.constexpr,
     WEIGHT_PLUS_ONE: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK_AHEAD: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BY_COUNTING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    BLOCKS: tl.constexpr = (E + BLOCK_E - 1) // BLOCK_E
-    token = tl.program_id(1).to(tl.int64)
-    BLOCKS_AHEAD: tl.constexpr = (E + BLOCK_AHEAD - 1) // BLOCK_AHEAD
     block = tl.program_id(0)
-    for i in tl.static_range(NUM_AHEAD):
-        if (block >= BLOCKS + i * BLOCKS_AHEAD) & (block < BLOCKS + (i + 1) * BLOCKS_AHEAD):
-            _foretell(
-                residual_ptr, delta_ptr, ahead[i], block - (BLOCKS + i * BLOCKS_AHEAD), token, residual_multiplier,
-                epsilon, H, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, WEIGHT_PLUS_ONE, BLOCK_H, BLOCK_AHEAD, BLOCK_G,
-                BLOCK_S, BY_COUNTING, PDL,
-            )  # fmt: skip
-    if block >= BLOCKS:
-        return
+    token = tl.program_id(1).to(tl.int64)
     experts = block * BLOCK_E + tl.arange(0, BLOCK_E)
     h = tl.arange(0, BLOCK_H)
     mask = h < H
@@ -292,7 +248,7 @@ def _norm_router_kernel(
         tl.store(x_ptr + token * H + h, x, mask=mask)
     logits_ptr += token * E
     store_logits(logits_ptr, router_bias_ptr, router, x, experts, E)
-    if arrive_last(counter_ptr + token, BLOCKS):
+    if arrive_last(counter_ptr + token):
         ids, scores, rank = choose_experts(
             logits_ptr, selection_bias_ptr, E, K, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
         )
@@ -326,14 +282,12 @@ def norm_router(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    ahead: Sequence[Ahead] = (),
 ) -> NormRouterOutput:
     """Add, norm, route and choose for T <= 16 tokens in one launch.
 
     residual [T, H] and delta [T, H] (the attention's output) share a dtype; norm_weight [H]; router [E, H];
     biases [E]. `counter` [>= T] int32 is zero and belongs to this call's stream alone: the launch leaves it at zero.
-    `out.residual` and `out.x` must not be the inputs: other programs still read those. What each of `ahead` would
-    choose first, by the same rule, is written to its own tensors.
+    `out.residual` and `out.x` must not be the inputs: other programs still read those.
     """
     tokens = len(residual)
     check_decode_tokens(tokens, "add_rms_norm, a matrix product and route_topk")
@@ -353,18 +307,9 @@ def norm_router(
     for name, tensor in (("out.residual", out.residual), ("out.x", out.x)):
         if tensor.data_ptr() in (residual.data_ptr(), None if delta is None else delta.data_ptr()):
             raise ValueError(f"{name} must not share memory with an input: programs of this launch still read it")
-    count = ahead[0].ids.shape[1] if ahead else 0
-    for later in ahead:
-        check_router(*later[:5], tokens)
-        check_tensor("ahead.router", later.router, (experts, hidden), (router.dtype,), router.device)
-        check_tensor("ahead.logits", later.logits, (tokens, experts), (torch.float32,), router.device)
-        check_tensor("ahead.ids", later.ids, (tokens, count), (torch.int32,), router.device)
-        check_routing(replace(routing, top_k=count), experts, later.selection_bias)
     block_h, block_e, num_warps = decode_tiles(tokens, hidden, experts, programs=256)
-    # All of one wave, and the layer's own with the tiles that it has alone: the same bits.
-    _, block_ahead, _ = decode_tiles(tokens * max(1, len(ahead)), hidden, experts, programs=128)
     block_g, block_s = group_blocks(experts, routing.num_groups)
-    _norm_router_kernel[(cdiv(experts, block_e) + len(ahead) * cdiv(experts, block_ahead), tokens)](
+    _norm_router_kernel[(cdiv(experts, block_e), tokens)](
         residual,
         delta,
         norm_weight,
@@ -373,7 +318,6 @@ def norm_router(
         selection_bias,
         *out,
         counter,
-        tuple(ahead),
         residual_multiplier,
         epsilon,
         routing.renorm_epsilon,
@@ -384,14 +328,11 @@ def norm_router(
         K=routing.top_k,
         SCORE=routing.score,
         RENORMALIZE=routing.renormalize,
-        NUM_AHEAD=len(ahead),
-        M=count,
         NUM_GROUPS=routing.num_groups,
         TOPK_GROUPS=routing.topk_groups,
         WEIGHT_PLUS_ONE=weight_plus_one,
         BLOCK_H=block_h,
         BLOCK_E=block_e,
-        BLOCK_AHEAD=block_ahead,
         BLOCK_G=block_g,
         BLOCK_S=block_s,
         BY_COUNTING=block_g * block_s <= COUNTING_LIMIT,

@@ -6,8 +6,6 @@ a launch needs are accepted and not used. The formulas themselves are in referen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 
@@ -15,7 +13,7 @@ from tritonmoe_kernels import reference
 from tritonmoe_kernels.checks import check_tensor
 from tritonmoe_kernels.planner_state import MASS_UNIT
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, dequantize
-from tritonmoe_kernels.routing import Ahead, NormRouterOutput, Routing, SpeculateOutput
+from tritonmoe_kernels.routing import NormRouterOutput, Routing, SpeculateOutput
 
 
 def linear_ref(
@@ -130,17 +128,9 @@ def norm_router_ref(
     selection_bias: torch.Tensor | None = None,
     weight_plus_one: bool = False,
     out: NormRouterOutput | None = None,
-    ahead: Sequence[Ahead] = (),
 ) -> NormRouterOutput:
-    """What `norm_router` computes, through the references; counters and `out` are not used."""
+    """What `norm_router` computes, through the references; `counter` and `out` are not used."""
     residual, x = add_rms_norm_ref(residual, delta, norm_weight, epsilon, residual_multiplier, weight_plus_one)
-    for later in ahead:
-        guess = speculate_ref(
-            residual, None, None, None, later.norm_weight, later.router, routing, later.ids.shape[1], counter, epsilon,
-            residual_multiplier, later.router_bias, later.selection_bias, weight_plus_one,
-        )  # fmt: skip
-        later.logits.copy_(guess.logits)
-        later.ids.copy_(guess.ids)
     logits = reference.router_logits(x, router, router_bias)
     topk_ids, topk_weights = route_topk_ref(logits, routing, selection_bias)
     return NormRouterOutput(residual, x, logits, topk_ids, topk_weights)

@@ -51,23 +51,3 @@ class SpeculateOutput(NamedTuple):
     logits: torch.Tensor  # [T, E] float32
     ids: torch.Tensor  # [T, M] int32, the most confident first
     q: torch.Tensor | None = None  # [T, H] the quasi-hidden state, in the residual's dtype
-
-    @classmethod
-    def allocate(cls, residual: torch.Tensor, num_experts: int, count: int) -> SpeculateOutput:
-        """Without q."""
-        tokens = len(residual)
-        logits = residual.new_empty(tokens, num_experts, dtype=torch.float32)
-        return cls(logits, residual.new_empty(tokens, count, dtype=torch.int32))
-
-
-class Ahead(NamedTuple):
-    """A later layer with as many experts, whose norm and router `norm_router` puts this layer's residual through, too:
-    what `speculate` does from the residual alone."""
-
-    norm_weight: torch.Tensor  # [H]
-    router: torch.Tensor  # [E, H], of the dtype of the layer's own
-    router_bias: torch.Tensor | None  # [E]
-    selection_bias: torch.Tensor | None  # [E]
-    counter: torch.Tensor  # [>= T] int32, zero; another one for each launch, and each layer within
-    logits: torch.Tensor  # [T, E] float32, written
-    ids: torch.Tensor  # [T, M] int32, written; of all that one launch foretells equally many

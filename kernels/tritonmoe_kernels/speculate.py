@@ -85,7 +85,7 @@ def _speculate_kernel(
         tl.store(q_ptr + token * H + h, q, mask=mask)
     logits_ptr += token * E
     store_logits(logits_ptr, router_bias_ptr, router, q, experts, E)
-    if arrive_last(counter_ptr + token, tl.num_programs(0)):
+    if arrive_last(counter_ptr + token):
         ids, _scores, rank = choose_experts(
             logits_ptr, selection_bias_ptr, E, M, SCORE, NUM_GROUPS, TOPK_GROUPS, BLOCK_G, BLOCK_S, BY_COUNTING
         )
@@ -126,7 +126,8 @@ def speculate(
     check_routing(replace(routing, top_k=count), experts, selection_bias)
     _check_defaults(default_vectors, topk_ids, topk_weights, tokens, hidden, router.device)
     if out is None:
-        out = SpeculateOutput.allocate(residual, experts, count)
+        logits = residual.new_empty(tokens, experts, dtype=torch.float32)
+        out = SpeculateOutput(logits, residual.new_empty(tokens, count, dtype=torch.int32))
     check_tensor("out.logits", out.logits, (tokens, experts), (torch.float32,), router.device)
     check_tensor("out.ids", out.ids, (tokens, count), (torch.int32,), router.device)
     if out.q is not None:

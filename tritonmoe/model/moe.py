@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ from tritonmoe.model.spec import LayerSpec, ModelSpec, MoeSpec, RouterSpec
 from tritonmoe.model.step_graph import StepGraph
 from tritonmoe.model.weights import ExpertWeights, GluWeights, LayerWeights, ModelWeights, MoeWeights
 from tritonmoe_kernels import reference
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, Ahead, NormRouterOutput, Routing
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing
 
 
 @dataclass(frozen=True)
@@ -116,10 +116,7 @@ class Experts:
             self.hooks.on_layer(layer_id, is_prefill, ids, weights, {})
         return routed.topk_weights
 
-    def _true_routing(
-        self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, ahead: Sequence[Ahead] = ()
-    ) -> NormRouterOutput:
-        """What the layer's router chooses; `ahead` as in `norm_router`, for few tokens."""
+    def _true_routing(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor) -> NormRouterOutput:
         spec, weights = self._moe(layer_id)
         norm, epsilon = self._weights.layers[layer_id].post_norm, self._spec.norm_epsilon
         rule, multiplier = routing_rule(spec.num_experts_per_tok, spec.router), self._spec.residual_multiplier
@@ -135,7 +132,6 @@ class Experts:
                 multiplier,
                 weights.router_bias,
                 weights.selection_bias,
-                ahead=ahead,
             )
         residual, x = self._ops.add_rms_norm(residual, delta, norm, epsilon, multiplier)
         logits = reference.router_logits(x, weights.router, weights.router_bias)

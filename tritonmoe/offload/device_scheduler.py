@@ -119,11 +119,13 @@ class DeviceScheduler:
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         self._guessing = [make_branch(device, SOON) for _ in range(policy.lookahead)]
         self._side = self._guessing[0]
-        self._has_guess = [False] * policy.lookahead  # by branch, until it is joined
-        self._demand, self._prefetch = make_branch(device, SOON), make_branch(device, SOON)
+        self._planning, self._demand, self._prefetch = (make_branch(device, SOON) for _ in range(3))
         self._late = make_branch(device)
-        self._branches = *self._guessing, self._demand, self._prefetch, self._late
-        self._is_trained = policy.predictor in TRAINED_PREDICTORS
+        self._branches = *self._guessing, self._planning, self._demand, self._prefetch, self._late
+        is_trained = policy.predictor in TRAINED_PREDICTORS
+        self._guesses = policy.predictor not in ("none", "previous-token")  # on those branches
+        self._has_slow_guesses = is_trained or (policy.lookahead > 1 and policy.execute == "routed")
+        self._plans_early = policy.execute == "speculated" and not is_trained
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -131,6 +133,7 @@ class DeviceScheduler:
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
+        self._computed: object = None  # when the last layer is
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
         self._kept: list[object] = []  # what the side branch reads, until it is joined
 
@@ -167,7 +170,7 @@ class DeviceScheduler:
             branch.reset()
         self._fetched_ahead.clear()
         self._closing.clear()
-        self._forget_guesses()
+        self._kept.clear()
         self._counted_tick = clock
         if self._guard is not None:
             self._guard, self._look = self._new_guard(), None
@@ -290,18 +293,24 @@ class DeviceScheduler:
         event.record()
         return landing, event
 
-    def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
+    def plan(self, layer_id: int, routed: NormRouterOutput, is_known: bool = False) -> SlotIds:
         """Give every routed expert a slot, and fetch what is missing beside what is launched next.
 
-        `hits` of the result can be computed with at once, the others `behind_copies`.
+        `hits` of the result can be computed with at once, the others `behind_copies`. `is_known`: what is routed was
+        chosen in the layer before.
         """
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
         table = None if self._tables is None else self._tables.routed
-        self._ops.plan_demand(
-            state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
-        )
-        self._planned = done_so_far(self._buffer.device)
-        with self._demand.fork():
+        is_early = is_known and self._plans_early
+        with self._planning.fork(self._computed) if is_early else contextlib.nullcontext():
+            self._ops.plan_demand(
+                state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction,
+                table,
+            )  # fmt: skip
+            self._planned = done_so_far(self._buffer.device)
+        if is_early:
+            self._planning.join()
+        with self._demand.fork(self._planned):
             self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
         return ids
 
@@ -318,15 +327,14 @@ class DeviceScheduler:
             self._late.abandon()  # before anything that it writes to is freed
             raise
         self._late.join()
-        if not self._is_trained and not any(self._has_guess[1:]):  # slow ones are joined where the next layer is
-            self.join()  # routed, whose launch then begins after others
+        if not self._has_slow_guesses:  # else where the next layer is routed, whose launch then begins after others
+            self.join()
 
     @contextlib.contextmanager
     def beside(self, routed: NormRouterOutput, i: int) -> Iterator[None]:
         """What is launched inside runs beside what follows, until the next `join`: it guesses the i-th layer behind
         this one, for `look_ahead`. `routed` is held until then."""
         self._kept.append(routed)
-        self._has_guess[i] = True
         with self._guessing[i].fork():
             yield
 
@@ -343,20 +351,14 @@ class DeviceScheduler:
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed = min(self._num_experts, self.batch * self._top_k)
-        demands = self._policy.execute == "routed"  # else nearly all that the next layer runs is on its way
+        gives_way = self._policy.execute == "routed"  # else nearly all that the next layer runs is on its way
         for i, (target, ids) in enumerate(guesses.items()):
             assert target == later[i], "guesses are of the next layers, the nearest first"
             state, table = self._states_ahead[i], None if self._tables is None else self._tables.foretold[i]
-            if i > 0:  # behind the plan before it
-                branch = self._side.go_on(*((self._guessing[i].done,) if self._has_guess[i] else ()))
-            elif self._has_guess[0]:
-                branch = self._side.go_on(self._planned)
-            else:
-                branch = self._side.fork(self._planned)
-            with branch:
+            with self._behind_guess(i):
                 self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
             with self._prefetch.fork(self._side.done):
-                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, later[0] if demands and i > 0 else None)
+                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, later[0] if gives_way and i > 0 else None)
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
         with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
@@ -367,10 +369,20 @@ class DeviceScheduler:
                 self._last_ids[layer_id].copy_(routed.topk_ids)
         self._foretold.update(guesses)
 
+    def _behind_guess(self, i: int) -> contextlib.AbstractContextManager[None]:
+        """What is launched inside is behind the layer's plan and the i-th guess; the plans of two guesses in turn."""
+        if i > 0:
+            return self._side.go_on(*((self._guessing[i].done,) if self._guesses else ()))
+        return self._side.go_on(self._planned) if self._guesses else self._side.fork(self._planned)
+
+    def layer_computed(self) -> None:
+        """All of a layer is launched, its weighted sum included."""
+        self._computed = done_so_far(self._buffer.device)
+
     def join(self) -> None:
         """Order what is launched from here on behind the side branch."""
         self._side.join()
-        self._forget_guesses()
+        self._kept.clear()
 
     def end(self) -> None:
         """The last layer's computation is launched: every branch ends here."""
@@ -386,11 +398,7 @@ class DeviceScheduler:
         self._closing.clear()
         for branch in self._branches:
             branch.abandon()
-        self._forget_guesses()
-
-    def _forget_guesses(self) -> None:
         self._kept.clear()
-        self._has_guess = [False] * self._policy.lookahead
 
     def _with_list(self, ready: torch.Tensor, is_other: bool) -> PlannerState:
         """The same state, with a prefetch list of its own or not."""

@@ -166,7 +166,6 @@ class OffloadedExperts(Experts):
         self._resizes = 0
         self._make_slots(num_slots)
         self._guesses: dict[int, Guess] = {}  # by layer, what will run there
-        self._early: dict[int, SpeculateOutput] = {}  # by later layer, what this one's router foretold with its own
         is_cuda, shape = weights.embedding.is_cuda, (len(spec.layers), self._num_experts)
         self._mapped = torch.zeros(shape, dtype=torch.bool, pin_memory=is_cuda)  # for `cache_bias`
         self._foretold: dict[int, np.ndarray] = {}  # by layer, what was foretold for it in this step
@@ -314,6 +313,7 @@ class OffloadedExperts(Experts):
         if self._device is not None:
             self._is_torn = True  # what was planned and not fetched would be awaited for ever
             residual = super().layer(layer_id, residual, delta, is_prefill)
+            self._device.layer_computed()
             self._is_torn = False
             return residual
         self._enter(layer_id, is_prefill)
@@ -447,10 +447,7 @@ class OffloadedExperts(Experts):
             self._device.join()  # what follows reads what was planned, and guessed, beside the last layer
         is_true = self.policy.execute == "routed" or (is_prefill and not self.policy.is_router_free)
         if is_first or is_true:
-            may_foretell = not is_prefill and len(residual) <= MAX_DECODE_TOKENS
-            ahead = self.predictor.ahead(layer_id, residual) if may_foretell else {}
-            routed = self._true_routing(layer_id, residual, delta, [*ahead.values()])
-            self._early = {later: SpeculateOutput(guess.logits, guess.ids) for later, guess in ahead.items()}
+            routed = self._true_routing(layer_id, residual, delta)
             return self._prefer_mapped(layer_id, routed) if self.policy.cache_bias and not is_prefill else routed
         if guess is None:
             raise InputError(
@@ -469,13 +466,9 @@ class OffloadedExperts(Experts):
 
     def _foretell(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """What the predictor knows on the device, by later layer, the next one first."""
-        early, self._early = self._early, {}
         if len(routed.x) > MAX_DECODE_TOKENS:  # a step of so many tokens wants nearly every expert anyway
             return {}
-        return {
-            later: early.get(later) or self.predictor.guess(layer_id, later, routed)
-            for later in self.predictor.later(layer_id)
-        }
+        return {later: self.predictor.guess(layer_id, later, routed) for later in self.predictor.later(layer_id)}
 
     def _choose(self, guesses: dict[int, SpeculateOutput]) -> None:
         """Where guesses are executed, choose by that of the next layer what will run there: beside this layer, not on
@@ -556,18 +549,16 @@ class OffloadedExperts(Experts):
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
         guesses: dict[int, SpeculateOutput] = {}
-        early, self._early = self._early, {}
+        foretells = self.policy.predictor != "none"
         for i, later in enumerate(self.predictor.later(layer_id)):
-            if later in early:
-                guesses[later] = early[later]
-            else:
-                with device.beside(routed, i):
-                    guesses[later] = self.predictor.guess(layer_id, later, routed)
+            with device.beside(routed, i):
+                guesses[later] = self.predictor.guess(layer_id, later, routed)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
-        ids = device.plan(layer_id, routed)
+        is_known = self.policy.execute == "speculated" and layer_id != self._moe_layers[0]
+        ids = device.plan(layer_id, routed, is_known)
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
-        if self.policy.predictor != "none":
+        if foretells:
             device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
             with device.behind_guesses():  # not before: no fetch waits for it
                 self._choose(guesses)

@@ -21,7 +21,7 @@ from tritonmoe.model.weights import ModelWeights
 from tritonmoe.prediction.estimator import Estimator
 from tritonmoe_kernels import reference
 from tritonmoe_kernels.estimate_reference import estimate_ref
-from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, Ahead, NormRouterOutput, Routing, SpeculateOutput
+from tritonmoe_kernels.routing import MAX_DECODE_TOKENS, NormRouterOutput, Routing, SpeculateOutput
 
 
 class Predictor:
@@ -35,11 +35,6 @@ class Predictor:
         """Of one of them: logits [T, E] and ids [T, M], best first, for few tokens. Guesses of different layers may run
         at once, each behind its own of the layer before."""
         raise NotImplementedError("nothing is foretold")
-
-    def ahead(self, layer_id: int, residual: torch.Tensor) -> dict[int, Ahead]:
-        """Those of them that the launch of this layer's own router can foretell for few tokens [T, H], by later layer:
-        as `guess` would."""
-        return {}
 
     def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """Of all of them, for any number of tokens."""
@@ -86,29 +81,6 @@ class RouterPredictor(Predictor):
     def later(self, layer_id: int) -> list[int]:
         return [i for i in self._moe_layers if i > layer_id][: self._lookahead]
 
-    def ahead(self, layer_id: int, residual: torch.Tensor) -> dict[int, Ahead]:
-        found: dict[int, Ahead] = {}
-        rule, own = self._rule(layer_id), self._weights.layers[layer_id].moe
-        for later, counter in zip(self.later(layer_id), self._counters, strict=False):
-            layer = self._weights.layers[later]
-            assert own is not None
-            assert layer.moe is not None
-            moe = layer.moe
-            is_alike = (moe.router.shape, moe.router.dtype, self._rule(later)) == (
-                own.router.shape,
-                own.router.dtype,
-                rule,
-            )
-            if is_alike and not self._mixes(later) and self._kinds.get(later) != "estimator":
-                out = SpeculateOutput.allocate(residual, len(moe.router), rule.top_k)
-                biases = moe.router_bias, moe.selection_bias
-                found[later] = Ahead(layer.post_norm, moe.router, *biases, counter, out.logits, out.ids)
-        return found
-
-    def _mixes(self, later: int) -> bool:
-        """Whether the mean outputs of the chosen experts are added before a layer is foretold."""
-        return self._defaults is not None and self._kinds.get(later) != "residual"
-
     def guess_prompt(self, layer_id: int, routed: NormRouterOutput) -> dict[int, SpeculateOutput]:
         """`guess` for any number of tokens, by operations that suit many, and with `q`."""
         return {later: self._guess_many(layer_id, later, routed) for later in self.later(layer_id)}
@@ -117,7 +89,7 @@ class RouterPredictor(Predictor):
         rule, weights = self._rule(later), self._weights.layers[later]
         assert weights.moe is not None
         mixed, out = (None, None, None), None
-        if self._defaults is not None and self._mixes(later):
+        if self._defaults is not None and self._kinds.get(later) != "residual":
             mixed = (self._defaults[layer_id], routed.topk_ids, routed.topk_weights)
         is_estimated = self._kinds.get(later) == "estimator"
         if is_estimated:
@@ -142,16 +114,16 @@ class RouterPredictor(Predictor):
         return self._estimated(later, guess, self._ops.estimate) if is_estimated else guess
 
     def _guess_many(self, layer_id: int, later: int, routed: NormRouterOutput) -> SpeculateOutput:
-        rule, weights = self._rule(later), self._weights.layers[later]
+        rule, weights, kind = self._rule(later), self._weights.layers[later], self._kinds.get(later)
         assert weights.moe is not None
         quasi = routed.residual
-        if self._defaults is not None and self._mixes(later):
+        if self._defaults is not None and kind != "residual":
             outputs = self._defaults[layer_id][routed.topk_ids.long()]  # [T, K, H]
             quasi = self._ops.combine(outputs, routed.topk_weights, None, quasi, self._spec.residual_multiplier)
         _, q = self._ops.add_rms_norm(quasi, None, weights.post_norm, self._spec.norm_epsilon)
         logits = reference.router_logits(q, weights.moe.router, weights.moe.router_bias)
         guess = SpeculateOutput(logits, routed.topk_ids, q)
-        if self._kinds.get(later) == "estimator":
+        if kind == "estimator":
             return self._estimated(later, guess, estimate_ref)
         return guess._replace(ids=self._ops.route_topk(logits, rule, weights.moe.selection_bias)[0])
 
