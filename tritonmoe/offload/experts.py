@@ -308,14 +308,14 @@ class OffloadedExperts(Experts):
     def layer(self, layer_id: int, residual: torch.Tensor, delta: torch.Tensor, is_prefill: bool) -> torch.Tensor:
         if is_prefill and self._device is not None:
             self._take_back()
-        if self.step_graph is not None:
-            return super().layer(layer_id, residual, delta, is_prefill)
         if self._device is not None:
             self._is_torn = True  # what was planned and not fetched would be awaited for ever
             residual = super().layer(layer_id, residual, delta, is_prefill)
             self._device.layer_computed()
             self._is_torn = False
             return residual
+        if self.step_graph is not None:
+            return super().layer(layer_id, residual, delta, is_prefill)
         self._enter(layer_id, is_prefill)
         self._note_mapped(layer_id)
         self.copies.pump()
