@@ -151,7 +151,6 @@ def fetching(
     first: int = 0,
     is_awaited: bool = False,
     awaits: bool = False,
-    passes: bool = False,
     **options: int,
 ) -> None:
     """A list that is a row of a table and begins at element `first` of it; its first parts are awaited, or not, and it
@@ -162,7 +161,7 @@ def fetching(
         row, row, epochs, ids[first : first + 1], row, ticks, 128, 4 * record_words,
         torch.empty(20, record_words, dtype=torch.int32), ticks, ticks, ticks[first : first + 1], is_speculative,
         ready=word if is_awaited else None, closing=word if is_awaited else None, listed=word if awaits else None,
-        goes_first=(word, word) if awaits else (), gives_way=(word, word) if passes else None, **options,
+        goes_first=(word, word) if awaits else (), **options,
     )  # fmt: skip
 
 
@@ -203,7 +202,6 @@ DECODE: dict[str, Case] = {
     "fetch-speculative": lambda _: fetching(True),
     "fetch-awaited": lambda _: fetching(False, is_awaited=True),
     "fetch-awaiting": lambda _: fetching(True, is_awaited=True, awaits=True),
-    "fetch-passing": lambda _: fetching(True, is_awaited=True, awaits=True, passes=True),
 }
 INT4 = WeightFormat("int4", 128, scale_dtype=torch.float16, has_zeros=True)
 INT8 = WeightFormat("int8", 32, scale_dtype=torch.bfloat16)

@@ -235,20 +235,8 @@ def test_a_list_that_is_awaited(entries: int, function: Callable[..., None], pin
 def test_others_go_first_but_not_for_ever(pin: Pin) -> None:
     """What this launch lets go first may not be on the device: it is copied all the same."""
     case = Case(pin(random_bytes(1, 2, 512)), 2, random_entries(2, 2, 2))
-    unseen, asked = table([0], torch.int32), table([1], torch.int32)
-    words = {"listed": table([LISTED], torch.int32), "goes_first": [unseen], "gives_way": (unseen, asked)}
+    words = {"listed": table([LISTED], torch.int32), "goes_first": [table([0], torch.int32)]}
     case.run(fetch, True, programs=1, **words, **SMALL)
-    for entry, (_, slot, _) in enumerate(case.entries):
-        assert case.row(slot).equal(case.source(entry))
-
-
-@pytest.mark.parametrize(("closing", "count"), [(READY, 1), (0, 0), (3, 0)])
-def test_who_has_nothing_to_copy_is_not_waited_for(closing: int, count: int, pin: Pin) -> None:
-    """A launch that asks for its last chunks, or whose list is empty."""
-    case = Case(pin(random_bytes(1, 2, 2816)), 2, random_entries(2, 2, 2))
-    words = table([closing], torch.int32), table([count], torch.int32)
-    case.run(fetch, True, programs=3, gives_way=words, **SMALL)
-    assert [word.item() for word in words] == [closing, count]
     for entry, (_, slot, _) in enumerate(case.entries):
         assert case.row(slot).equal(case.source(entry))
 
@@ -297,8 +285,6 @@ REFUSED: dict[str, dict[str, Any]] = {
     "listed is torch.int64": {"listed": table([0], torch.int64)},
     "listed is there and closing is not": {"listed": table([0], torch.int32), "closing": None},
     "goes_first is for launches with `listed`": {"goes_first": [table([0], torch.int32)]},
-    "gives_way is for speculative launches": {"gives_way": (table([0], torch.int32),) * 2},
-    r"gives_way\[1\] has shape": {"gives_way": (table([0], torch.int32), table([0, 0], torch.int32))},
     "and two words at most": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int32)] * 3},
     r"goes_first\[0\] is torch.int64": {"listed": table([0], torch.int32), "goes_first": [table([0], torch.int64)]},
     "first_bytes is 128, expected a multiple of 256 up to 512": {"first_bytes": 128},
@@ -526,41 +512,6 @@ def test_others_go_first(pin: Pin) -> None:
         torch.cuda.synchronize()
         assert rows.cpu().equal(records[0, 2:4])
     assert times_seen > 0, "the other launch had ended before anything was looked at"
-
-
-@pytest.mark.gpu
-def test_it_stops_for_what_is_needed_at_once(pin: Pin) -> None:
-    """A list that is being copied moves on only when another one's last chunks have been asked for."""
-    case = Case(pin(random_bytes(1, 2, 640 * 2816)), 2, [(0, 0, 5), (1, 1, 5)])
-    rows, closing, asked = (
-        case.tensors["buffer"].view(torch.uint8),
-        table([READY], torch.int32),
-        table([1], torch.int32),
-    )
-    copies, looks = torch.cuda.Stream(), torch.cuda.Stream()
-    case.run(fetch, True, programs=2, gives_way=(closing, asked), **SMALL)  # compiles; and what compares is loaded
-    assert (rows != POISON).any()
-    is_held = False
-    for _ in range(5):
-        case.tensors["arrivals"].zero_()
-        case.tensors["ready"].zero_()
-        case.tensors["closing"].zero_()
-        rows.fill_(POISON)
-        torch.cuda.synchronize()
-        with torch.cuda.stream(copies):
-            case.run(fetch, True, programs=2, gives_way=(closing, asked), **SMALL)
-        with torch.cuda.stream(looks):
-            closing.zero_()
-            torch.cuda._sleep(200_000)  # about 0.1 ms: whoever copies has looked since
-            before = (rows != POISON).sum()
-            torch.cuda._sleep(1_000_000)
-            after = (rows != POISON).sum()
-            closing.fill_(READY)
-        torch.cuda.synchronize()
-        assert rows.cpu().equal(case.records[0])
-        assert before.item() == after.item(), "it did not stop"
-        is_held |= 0 < after.item() < rows.numel() * 0.9
-    assert is_held, "it had ended, or not begun, whenever it was looked at"
 
 
 @pytest.mark.gpu

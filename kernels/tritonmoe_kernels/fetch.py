@@ -24,8 +24,7 @@ A list can be awaited likewise, so that nothing but an acquire and a read lie be
 the first chunk, where a launch behind another's end takes some microseconds, and more until programs find a place among
 those that compute. Such a launch then lets others go first, of which it knows by a word that they have asked for their
 last chunks (`closing`): the link is never idle between two, and one does not slow down what is wanted sooner. That is
-a courtesy, with an end: whether what it waits for is on the device nobody promises. So is stopping halfway for what
-another launch needs at once (`gives_way`): with both under way, each would have half of the link.
+a courtesy, with an end: whether what it waits for is on the device nobody promises.
 
 A speculative record may be refuted while it is copied: then its slot's `copy_epoch` is no longer the entry's. Programs
 look every few chunks and drop the rest of the record, without arriving, so that it is never published. The look is a
@@ -112,16 +111,6 @@ def _let_go_first(word_ptr):
 
 
 @triton.jit
-def _give_way(closing_ptr, count_ptr, patience):
-    """Wait while another launch has something to copy and has not asked for its last chunks; what patience is left."""
-    is_asked = look(closing_ptr) != READY_WORD
-    while is_asked & (patience > 0):
-        is_asked = (look(count_ptr) > 0) & (look(closing_ptr) != READY_WORD)
-        patience -= 1
-    return patience
-
-
-@triton.jit
 def _close(closing_ptr, listed_ptr):
     """This program asks for its last chunk now. The last one to do so takes back what all have seen."""
     if closing_ptr is not None:
@@ -147,8 +136,6 @@ def _close(closing_ptr, listed_ptr):
         "listed_ptr",
         "first_ptr",
         "second_ptr",
-        "other_closing_ptr",
-        "other_count_ptr",
     ],
 )
 def _fetch_kernel(
@@ -167,8 +154,6 @@ def _fetch_kernel(
     listed_ptr,  # [1] int32 to await instead of the launch before, or None
     first_ptr,  # [1] int32 of a launch that goes first, or None
     second_ptr,  # one more, or None
-    other_closing_ptr,  # [1] int32 of a launch that may come meanwhile and goes first, or None
-    other_count_ptr,  # [1] int32: the length of its list
     num_experts,
     record_words,
     first_words,
@@ -191,7 +176,6 @@ def _fetch_kernel(
     words = tl.arange(0, CHUNK)
     _let_go_first(first_ptr)
     _let_go_first(second_ptr)
-    patience = PATIENCE
     is_closing = 0
     has_begun = 0
     moved_words = 0  # int32: a program moves less than 8 GB in a launch
@@ -222,9 +206,7 @@ def _fetch_kernel(
             inside = offsets < record_words
             data = tl.load(source_ptr + offsets, mask=inside, other=0, cache_modifier=".cg")
             if IS_SPECULATIVE:
-                if looked % group == 0:
-                    if other_closing_ptr is not None:
-                        patience = _give_way(other_closing_ptr, other_count_ptr, patience)
+                if looked % group == 0:  # noqa: SIM102 - joined by `and`, it would look at every chunk
                     if look(copy_epoch_ptr + slot) != epoch:
                         end = -1
                 looked += 1
@@ -269,7 +251,6 @@ def fetch(
     closing: torch.Tensor | None = None,
     listed: torch.Tensor | None = None,
     goes_first: Sequence[torch.Tensor] = (),
-    gives_way: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """Copy the first `count` listed records into their slots and publish each one's epoch in `landed`.
 
@@ -289,10 +270,8 @@ def fetch(
 
     With `listed` [1] int32 the launch begins beside the one that it is behind, which makes the word LISTED when the
     list and `count` are written; `closing` must then be given, and makes it 0 again. Nothing else may be what this
-    launch relies on. It lets launches go first that `goes_first` has the `closing` of, two at most, also where it has
-    nothing to copy itself, so that whoever awaits its `closing` awaits theirs. With `is_speculative` it also stops for
-    a launch that comes meanwhile, of which `gives_way` has the `closing` and the `count`: every few chunks it looks
-    whether that has something to copy and has not asked for its last chunks. It waits for some milliseconds at most.
+    launch relies on. It lets launches go first that `goes_first` has the `closing` of, two at most, or for some
+    milliseconds; also where it has nothing to copy itself, so that whoever awaits its `closing` awaits theirs.
 
     `programs` and tiles change nothing but speed, and no program waits for another of its launch. `delay` (tests) spins
     about as many microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists
@@ -300,7 +279,7 @@ def fetch(
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
-        is_speculative, ready, first_bytes, closing, listed, goes_first, gives_way,
+        ready, first_bytes, closing, listed, goes_first,
     )  # fmt: skip
     if buffer.data_ptr() % ACCESS_BYTES:
         raise ValueError(f"buffer is at an address that is no multiple of {ACCESS_BYTES}")
@@ -327,7 +306,6 @@ def fetch(
         closing,
         listed,
         *(*goes_first, None, None)[:2],
-        *(gives_way or (None, None)),
         num_experts,
         record_bytes // WORD_BYTES,
         first_bytes // WORD_BYTES,

@@ -37,7 +37,6 @@ def fetch_ref(
     closing: torch.Tensor | None = None,
     listed: torch.Tensor | None = None,
     goes_first: Sequence[torch.Tensor] = (),
-    gives_way: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> None:
     """`fetch` where nothing is refuted while it runs. It waits for the device; records must be in host memory.
 
@@ -45,7 +44,7 @@ def fetch_ref(
     """
     check_fetch(
         keys, slots, epochs, count, arrivals, layer_base, num_experts, record_bytes, buffer, copy_epoch, landed, moved,
-        is_speculative, ready, first_bytes, closing, listed, goes_first, gives_way,
+        ready, first_bytes, closing, listed, goes_first,
     )  # fmt: skip
     rows = buffer.view(torch.uint8)
     for entry in range(int(count)):
@@ -81,13 +80,11 @@ def check_fetch(
     copy_epoch: torch.Tensor,
     landed: torch.Tensor,
     moved: torch.Tensor,
-    is_speculative: bool,
     ready: torch.Tensor | None,
     first_bytes: int,
     closing: torch.Tensor | None,
     listed: torch.Tensor | None,
     goes_first: Sequence[torch.Tensor],
-    gives_way: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> None:
     """Check what `fetch` and its reference share."""
     device, size = buffer.device, len(keys)
@@ -106,7 +103,6 @@ def check_fetch(
         check_tensor(name, tensor, shape, (dtype,), device)
     words = {"ready": ready, "closing": closing, "listed": listed}
     words |= {f"goes_first[{i}]": word for i, word in enumerate(goes_first)}
-    words |= {f"gives_way[{i}]": word for i, word in enumerate(gives_way or ())}
     for name, word in words.items():
         if word is not None:
             check_tensor(name, word, (1,), (torch.int32,), device)
@@ -114,8 +110,6 @@ def check_fetch(
         raise ValueError("listed is there and closing is not: give both")
     if len(goes_first) > 2 or (goes_first and listed is None):
         raise ValueError("goes_first is for launches with `listed`, and two words at most")
-    if gives_way is not None and not is_speculative:
-        raise ValueError("gives_way is for speculative launches: what is needed now has its turn")
     if num_experts < 1:
         raise ValueError(f"num_experts is {num_experts}, expected at least 1")
     if record_bytes < 1 or record_bytes % RECORD_ALIGNMENT:

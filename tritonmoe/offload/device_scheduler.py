@@ -15,7 +15,7 @@ prefetched its demand: its gate_up runs while the last record's down is copied. 
 waits for that, then lets the layer's demand and the prefetch before it ask for their last bytes.
 
 Where more layers are foretold, each further one is guessed on a branch of its own, and planned and fetched behind the
-one before it. What is fetched for a layer after the next stops while the next one's demand is fetched.
+one before it.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step.
@@ -119,13 +119,11 @@ class DeviceScheduler:
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
         self._guessing = [make_branch(device, SOON) for _ in range(policy.lookahead)]
         self._side = self._guessing[0]
-        self._planning, self._demand, self._prefetch = (make_branch(device, SOON) for _ in range(3))
+        self._demand, self._prefetch = make_branch(device, SOON), make_branch(device, SOON)
         self._late = make_branch(device)
-        self._branches = *self._guessing, self._planning, self._demand, self._prefetch, self._late
-        is_trained = policy.predictor in TRAINED_PREDICTORS
+        self._branches = *self._guessing, self._demand, self._prefetch, self._late
         self._guesses = policy.predictor not in ("none", "previous-token")  # on those branches
-        self._has_slow_guesses = is_trained or (policy.lookahead > 1 and policy.execute == "routed")
-        self._plans_early = policy.execute == "speculated" and not is_trained
+        self._has_slow_guesses = self._guesses and (policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS)
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -133,7 +131,6 @@ class DeviceScheduler:
         self._look: tuple[torch.Tensor, torch.cuda.Event | None] | None = None  # counters on their way to the guard
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
-        self._computed: object = None  # when the last layer is
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
         self._kept: list[object] = []  # what the side branch reads, until it is joined
 
@@ -293,23 +290,17 @@ class DeviceScheduler:
         event.record()
         return landing, event
 
-    def plan(self, layer_id: int, routed: NormRouterOutput, is_known: bool = False) -> SlotIds:
+    def plan(self, layer_id: int, routed: NormRouterOutput) -> SlotIds:
         """Give every routed expert a slot, and fetch what is missing beside what is launched next.
 
-        `hits` of the result can be computed with at once, the others `behind_copies`. `is_known`: what is routed was
-        chosen in the layer before.
+        `hits` of the result can be computed with at once, the others `behind_copies`.
         """
         state, policy, ids = self.state, self._policy, SlotIds(*self._slot_ids[layer_id])
         table = None if self._tables is None else self._tables.routed
-        is_early = is_known and self._plans_early
-        with self._planning.fork(self._computed) if is_early else contextlib.nullcontext():
-            self._ops.plan_demand(
-                state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction,
-                table,
-            )  # fmt: skip
-            self._planned = done_so_far(self._buffer.device)
-        if is_early:
-            self._planning.join()
+        self._ops.plan_demand(
+            state, layer_id, routed.topk_ids, routed.topk_weights, *ids, policy.miss_tolerance, policy.eviction, table
+        )
+        self._planned = done_so_far(self._buffer.device)
         with self._demand.fork(self._planned):
             self._copy(state, layer_id, "demand", Counter.DEMAND_BYTES)
         return ids
@@ -351,14 +342,13 @@ class DeviceScheduler:
         if self._policy.predictor == "previous-token":
             guesses = {layer: self._last_ids[layer] for layer in later[: self._policy.lookahead]}
         num_routed = min(self._num_experts, self.batch * self._top_k)
-        gives_way = self._policy.execute == "routed"  # else nearly all that the next layer runs is on its way
         for i, (target, ids) in enumerate(guesses.items()):
             assert target == later[i], "guesses are of the next layers, the nearest first"
             state, table = self._states_ahead[i], None if self._tables is None else self._tables.foretold[i]
             with self._behind_guess(i):
                 self._ops.plan_prefetch(state, target, ids, i + 1, num_routed, table)
             with self._prefetch.fork(self._side.done):
-                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES, later[0] if gives_way and i > 0 else None)
+                self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
         with self._side.go_on():
             foretold = self._foretold.pop(layer_id, None)
@@ -374,10 +364,6 @@ class DeviceScheduler:
         if i > 0:
             return self._side.go_on(*((self._guessing[i].done,) if self._guesses else ()))
         return self._side.go_on(self._planned) if self._guesses else self._side.fork(self._planned)
-
-    def layer_computed(self) -> None:
-        """All of a layer is launched, its weighted sum included."""
-        self._computed = done_so_far(self._buffer.device)
 
     def join(self) -> None:
         """Order what is launched from here on behind the side branch."""
@@ -406,16 +392,12 @@ class DeviceScheduler:
         lists = {name: torch.zeros_like(getattr(self.state, name)) for name in names}
         return self.state._replace(**(lists | {"prefetch_ready": ready}))
 
-    def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter, passing: int | None = None) -> None:
-        """Fetch what a layer's list says; a prefetch lets the demand of layer `passing` go first when that comes."""
+    def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
         lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]
         counted = slice(layer_id, layer_id + 1)
         options: dict[str, Any] = {}
         if kind == "prefetch":  # it begins beside its plan, its bytes behind others'
             options = {"listed": state.prefetch_listed[counted], "goes_first": tuple(self._closing.values())}
-        if passing is not None:
-            words = slice(passing, passing + 1)
-            options["gives_way"] = state.demand_closing[words], state.num_demand[words]
         self._closing[kind] = getattr(state, f"{kind}_closing")[counted]
         self._ops.fetch(
             *lists,

@@ -311,7 +311,6 @@ class OffloadedExperts(Experts):
         if self._device is not None:
             self._is_torn = True  # what was planned and not fetched would be awaited for ever
             residual = super().layer(layer_id, residual, delta, is_prefill)
-            self._device.layer_computed()
             self._is_torn = False
             return residual
         if self.step_graph is not None:
@@ -555,8 +554,7 @@ class OffloadedExperts(Experts):
                 guesses[later] = self.predictor.guess(layer_id, later, routed)
         if self.policy.miss_tolerance > 0.0:
             self._fill(layer_id, routed.topk_ids, out)
-        is_known = self.policy.execute == "speculated" and layer_id != self._moe_layers[0]
-        ids = device.plan(layer_id, routed, is_known)
+        ids = device.plan(layer_id, routed)
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
         if foretells:
             device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
