@@ -351,11 +351,11 @@ SOURCE = {"gpu": "a GPU", "cpu": "a CPU"}
 def sample_routing() -> dict[str, Any]:
     rows = [
         {
-            "policy": f"{policy}: …", "is_timing_only": False, "hit_rate_without_prediction": rate,
+            "case": f"{policy}:{100 * rate:g}", "is_timing_only": False, "hit_rate_without_prediction": rate,
             "tpot_ms": {"median": factor * floor, "p10": floor, "p90": 1.2 * factor * floor},
             "floor_ms": {"median": floor},
         }
-        for policy, factor in (("on-demand", 1.4), ("exact", 1.1))
+        for policy, factor in (("on-demand", 1.4), ("exact", 1.1), ("exact+lookahead=2", 1.0))
         for rate, floor in ((0.0, 70.0), (0.5, 36.0), (0.9, 7.0), (1.0, 2.4))
     ]  # fmt: skip
     rows.append({**rows[0], "is_timing_only": True})

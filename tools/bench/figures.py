@@ -49,7 +49,7 @@ def tpot_by_hit_rate(result: dict[str, Any]) -> str:
 
 
 def _policy(row: dict[str, Any]) -> str:
-    return row["policy"].split(":")[0]
+    return row["case"].partition(":")[0]
 
 
 def _points(rows: list[dict[str, Any]], policy: str) -> list[tuple[float, float, float, float]]:

@@ -34,7 +34,7 @@ def routing(part: dict[str, Any]) -> str:
 def _routing_cells(row: dict[str, Any]) -> list[str]:
     per_token, wanted = row["per_token"], row["wanted_ratio"]
     return [
-        _policy(row),
+        row["case"].partition(":")[0],
         percent(row["hit_rate_without_prediction"]),
         f"{row['slots']:,}",
         tpot(row),

@@ -29,7 +29,7 @@ def headline_offload() -> str:
     rows = [
         [percent(row["hit_rate"]), figure(row["tpot_ms"]["median"]), figure(row["floor_ms"]["median"])]
         for row in part["rows"]
-        if row["policy"].startswith("exact") and not row["is_timing_only"]
+        if row["case"].startswith("exact:") and not row["is_timing_only"]
     ]
     text = table(["found in slots, %", "ms per token", "floor"], sorted(rows, key=lambda row: float(row[0])))
     text = f"{part['model']} in {part['dtype']} on {machine(part)}:\n\n{text}"
