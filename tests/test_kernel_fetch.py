@@ -490,6 +490,7 @@ def test_others_go_first(pin: Pin) -> None:
             case.run(fetch, True, programs=3, **words, **SMALL)
 
     step()  # compiles; and what compares is loaded
+    torch.cuda.synchronize()
     assert (rows != POISON).any()
     times_seen = 0
     for _ in range(5):

@@ -350,7 +350,8 @@ class DeviceScheduler:
             with self._prefetch.fork(self._side.done):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
-        with self._side.go_on():
+        # The last layer guesses nothing, and its recall is counted behind its router all the same.
+        with self._side.go_on() if guesses else self._side.fork(self._planned):
             foretold = self._foretold.pop(layer_id, None)
             self._kept += routed, foretold
             if foretold is not None and self._tables is None and self._policy.execute == "routed":
