@@ -10,9 +10,10 @@ Five branches of one captured step, T tokens; behind what is in brackets:
 
 A branch begins anew in each layer, behind nothing else: behind one launch the next one surely begins before that has
 ended, behind several maybe before one of them has (tools/probe_edges.py). Nothing relies on which. Guesses, demand and
-prefetches come behind one launch each. late(l) begins before its first prefetch has ended, or where nothing is
-prefetched its demand: its gate_up runs while the last record's down is copied. A prefetch is there before its list,
-waits for that, then lets the layer's demand and the prefetch before it ask for their last bytes.
+prefetches come behind one launch each. late(l) begins before its prefetch has ended (one of them, where it has
+several), or where nothing is prefetched its demand: its gate_up runs while the last record's down is copied. A prefetch
+is there before its list, waits for that, then lets the layer's demand and the prefetch before it ask for their last
+bytes.
 
 Where more layers are foretold, each further one is guessed on a branch of its own, and planned and fetched behind the
 one before it.
