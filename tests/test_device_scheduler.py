@@ -65,9 +65,12 @@ def check(offloaded: Offloaded) -> None:
         check_integrity(device.state)
     experts.settle()
     for device in experts._devices.values():
-        for state in device._states_ahead:
-            for words in (state.demand_ready, state.prefetch_ready, state.demand_closing, state.prefetch_closing):
-                assert set(words.tolist()) <= {0, READY}, "a fetch has not said that it is ready, or asked for all"
+        layers, lists = device._moe_layers, 0 if experts.policy.predictor == "none" else experts.policy.lookahead
+        for words in (device.state.demand_ready, device.state.demand_closing):
+            assert (words[layers] == READY).all(), "a fetch has not said that it is ready, or asked for all"
+        for i, state in enumerate(device._states_ahead[:lists]):
+            for words in (state.prefetch_ready, state.prefetch_closing):
+                assert (words[layers[i + 1 :]] == READY).all(), "a fetch ahead has not said so"
             assert not state.prefetch_listed.any(), "a list was not fetched"
     experts.scheduler.check_integrity()
     for layer in experts.counters.layers:
@@ -141,10 +144,29 @@ def test_speculated_execution_is_that_of_the_host(preset: str, gate: str, lookah
     spec = make_spec("qwen3")
     weights = noise(spec)
     policy = resolve(preset, gate=gate, lookahead=lookahead)
-    host = Offloaded(spec, weights, 32, resolve(preset, gate=gate))
+    nearest = resolve(preset, gate=gate)
+    host = Offloaded(spec, weights, 32, nearest)
     host.experts._plan_on_device = False
     expected = generate(host.decoder, batch)
     for num_slots in (minimum_slots(spec, policy, batch), 32):
+        offloaded = on_device(spec, weights, num_slots, policy)
+        assert torch.equal(generate(offloaded.decoder, batch), expected)
+        check(offloaded)
+        if lookahead > 1 and num_slots < 32:  # else a prompt has brought everything
+            other = on_device(spec, weights, num_slots, nearest)
+            generate(other.decoder, batch)
+            check(other)
+            assert offloaded.experts.counters.total().prefetched > other.experts.counters.total().prefetched
+
+
+@pytest.mark.parametrize("lookahead", [2, 3])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_the_last_tokens_experts_several_layers_ahead(lookahead: int, batch: int) -> None:
+    spec = make_spec("dense-layer")
+    weights = noise(spec)
+    policy = resolve("exact", predictor="previous-token", lookahead=lookahead)
+    expected = generate(Decoder(spec, weights), batch)
+    for num_slots in (minimum_slots(spec, policy, batch), sum(m.num_experts for m in spec.moe_layers.values())):
         offloaded = on_device(spec, weights, num_slots, policy)
         assert torch.equal(generate(offloaded.decoder, batch), expected)
         check(offloaded)
@@ -164,12 +186,16 @@ def tokens(decoder: Decoder, steps: int) -> list[int]:
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="captures")
-@pytest.mark.parametrize("policy", ["on-demand", "quasi-hidden", "lookahead", "tolerant"])
+@pytest.mark.parametrize("policy", ["on-demand", "quasi-hidden", "lookahead", "tolerant", "previous-token, 2"])
 def test_late_copies_of_captured_steps(policy: str) -> None:
     """Edges of the graph order what uses a record behind its fetch, however long that takes."""
     spec = make_spec("qwen3")
     weights = noise(spec)
-    chosen = resolve("on-demand", miss_tolerance=1e-9) if policy == "tolerant" else POLICIES[policy]
+    others = {
+        "tolerant": resolve("on-demand", miss_tolerance=1e-9),
+        "previous-token, 2": resolve("exact", predictor="previous-token", lookahead=2),
+    }
+    chosen = (POLICIES | others)[policy]
     expected = tokens(Decoder(spec, weights), 40)
     offloaded = on_device(spec, weights, minimum_slots(spec, chosen), chosen)
     ops = offloaded.experts._ops
@@ -249,13 +275,16 @@ def test_two_generations_with_the_pool_resized_between() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["norm_router", "plan_demand", "plan_prefetch", "fetch", "expert_gemm", "count_recall"]
-)
-def test_interrupted_between_launches(name: str) -> None:
+    ("name", "policy", "num_slots"),
+    [("norm_router", "quasi-hidden", 6), ("plan_demand", "quasi-hidden", 6), ("plan_prefetch", "quasi-hidden", 6),
+     ("fetch", "quasi-hidden", 6), ("expert_gemm", "quasi-hidden", 6), ("count_recall", "quasi-hidden", 6),
+     ("plan_prefetch", "lookahead", 12), ("fetch", "lookahead", 12)],
+)  # fmt: skip
+def test_interrupted_between_launches(name: str, policy: str, num_slots: int) -> None:
     spec = make_spec("qwen3")
     weights = noise(spec)
     expected = generate(Decoder(spec, weights), 1)
-    offloaded = on_device(spec, weights, 6, POLICIES["quasi-hidden"])
+    offloaded = on_device(spec, weights, num_slots, POLICIES[policy])
     experts, ops = offloaded.experts, offloaded.experts._ops
     for calls in (1, 2, 5, 14):
         left = calls
@@ -276,6 +305,40 @@ def test_interrupted_between_launches(name: str) -> None:
         experts._devices.clear()
         assert torch.equal(generate(offloaded.decoder, 1), expected)
         check(offloaded)
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_steps_after_one_that_was_interrupted_in_an_attention(layer: int) -> None:
+    """What was fetched ahead for its later layers is nothing that the next step may wait for."""
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = on_device(spec, weights, 12, POLICIES["lookahead"])
+    decoder, cache = offloaded.decoder, KVCache.allocate(spec, 1, 32, DEVICE, torch.float32)
+    resident, other = Decoder(spec, weights), KVCache.allocate(spec, 1, 32, DEVICE, torch.float32)
+    ids, plain = torch.zeros(1, dtype=torch.int64, device=DEVICE), decoder.operations
+    decoder.experts.begin()
+    decoder.experts.begin_decode(1)
+    left = 0
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return plain.attention_decode(*arguments, **options)
+
+    decoder.operations = plain._replace(attention_decode=interrupted)
+    for step in range(6):
+        positions = torch.full((1,), step, device=DEVICE)
+        left = layer + 1 if step == 3 else 0
+        if step == 3:
+            with pytest.raises(KeyboardInterrupt):
+                decoder.decode(ids, positions, cache, step + 1)
+        decoder.experts.begin_step(1)
+        logits = decoder.decode(ids, positions, cache, step + 1)
+        assert torch.equal(logits, resident.decode(ids, positions, other, step + 1))
+    assert not decoder.experts.needs_host
+    decoder.experts.settle()
 
 
 def test_a_plan_interrupted_halfway() -> None:

@@ -140,7 +140,8 @@ def test_refuses_no_programs() -> None:
 @pytest.mark.parametrize("words", [1, 2, 4])
 def test_what_is_ready_makes_the_same_bits(words: int) -> None:
     experts, x = make_experts(5, 36, 20, torch.float32), randn(3, 36)
-    ready = torch.full((words, 3), READY, dtype=torch.int32, device=DEVICE)[:, 1]  # of one layer among three
+    ready = torch.zeros(words, 3, dtype=torch.int32, device=DEVICE)[:, 1]  # of one layer among three
+    ready.fill_(READY)
     for slot_ids in (random_slots(3, 4, 5), torch.full((3, 4), -1, dtype=torch.int32, device=DEVICE)):
         out = run_poisoned(x, slot_ids, experts, programs=7, ready=ready)
         expected = run_poisoned(x, slot_ids, experts)

@@ -516,6 +516,39 @@ def test_others_go_first(pin: Pin) -> None:
 
 
 @pytest.mark.gpu
+def test_an_empty_list_lets_others_go_first(pin: Pin) -> None:
+    """It does not say that it has asked for its last chunks before they have."""
+    records = pin(random_bytes(1, 2, 64 * 2816))
+    slow, case = Case(records, 2, [(0, 0, 5), (1, 1, 5)]), Case(records, 2, [(0, 0, 5)], count=0)
+    listed, copies, looks = table([LISTED], torch.int32), torch.cuda.Stream(), torch.cuda.Stream()
+    words = {"listed": listed, "goes_first": [slow.tensors["closing"]]}
+    case.run(fetch, True, programs=3, **words, **SMALL)  # compiles, and waits in vain
+    slow.run(fetch, delay=4, programs=2, **SMALL)
+    times_seen = 0
+    for _ in range(5):
+        torch.cuda.synchronize()
+        for tensors in (slow.tensors, case.tensors):
+            for name in ("arrivals", "ready", "closing"):
+                tensors[name].zero_()
+        listed.fill_(LISTED)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(copies):
+            slow.run(fetch, delay=4, programs=2, **SMALL)
+        done = torch.cuda.Event()
+        done.record(copies)
+        case.run(fetch, True, programs=3, **words, **SMALL)
+        with torch.cuda.stream(looks):
+            while not done.query():
+                is_closing = case.tensors["closing"].item() == READY  # before the other word is read
+                if slow.tensors["closing"].item() != READY:
+                    times_seen += 1
+                    assert not is_closing, "it let nobody go first"
+        torch.cuda.synchronize()
+        assert case.tensors["closing"].item() == READY
+    assert times_seen > 0, "the other launch had ended before anything was looked at"
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("delays", [(400, 50), (50, 400), (0, 400)])
 def test_gate_up_runs_beside_the_copy_of_down(delays: tuple[int, int], pin: Pin) -> None:
     """Two lists on two streams, one captured graph, slots poisoned before each replay: the bits of whole records."""
@@ -542,7 +575,7 @@ def test_gate_up_runs_beside_the_copy_of_down(delays: tuple[int, int], pin: Pin)
     )
     expected = expert_gemm(x, table([0, 1, 2, 3], torch.int32)[None], *(part.contiguous() for part in parts))
     out, side = torch.empty_like(expected), torch.cuda.Stream()
-    ready = table([0, 0], torch.int32)
+    ready = table([0] * 6, torch.int32).view(2, 3)[:, 1]
     for case, word in zip(cases, ready.split(1), strict=True):
         case.tensors["ready"] = word
 

@@ -24,7 +24,7 @@ from tritonmoe.model.operations import Operations, operations
 from tritonmoe.model.rope import inverse_frequencies
 from tritonmoe.model.spec import ModelSpec
 from tritonmoe.model.weights import ModelWeights, allocate, iter_tensors
-from tritonmoe.offload.copy_engine import Copy, CopyEngine, StreamCopies, ThreadCopies, copy_engine
+from tritonmoe.offload.copy_engine import Copy, CopyEngine, Priority, StreamCopies, ThreadCopies, copy_engine
 from tritonmoe.offload.experts import OffloadedExperts
 from tritonmoe.offload.policy import RANKING_PREDICTORS, Policy, resolve
 from tritonmoe.prediction.estimator import NO_VECTORS, Estimator
@@ -305,6 +305,30 @@ def test_speculated_execution_runs_the_foretold_experts(preset: str, gate: str, 
     generate(offloaded.decoder, 1, steps=1)
     for layer in (1, 2, 3):
         assert torch.equal(seen[layer], guesses[layer].ids[:, :2])
+    offloaded.check()
+
+
+def test_only_what_runs_next_is_fetched_as_if_it_was_asked_for() -> None:
+    """Of what is foretold, where that is executed: what is foretold for the layer after the next may be wrong."""
+    spec = make_spec("qwen3")
+    offloaded = Offloaded(spec, noise(spec), 12, resolve("router-pf", lookahead=2))
+    experts, nearest = offloaded.experts, -1
+    submit, prefetch, seen = experts.copies.submit, experts._prefetch, set()
+
+    def watch(record: torch.Tensor, slot: int, epoch: int, priority: Priority) -> None:
+        if nearest >= 0:
+            seen.add((int(experts.pool.key_of[slot]) // 8 - nearest, priority))
+        submit(record, slot, epoch, priority)
+
+    def watch_ahead(foretold: dict[int, Any]) -> None:
+        nonlocal nearest
+        nearest = min(foretold, default=-1)
+        prefetch(foretold)
+        nearest = -1
+
+    experts.copies.submit, experts._prefetch = watch, watch_ahead  # type: ignore[method-assign]
+    generate(offloaded.decoder, 1, prompt_length=1)
+    assert seen == {(0, Priority.DEMAND), (1, Priority.PREFETCH)}
     offloaded.check()
 
 

@@ -116,7 +116,12 @@ def build_parser() -> Parser:
         choices=[name for name in CHOICES["predictor"] if name != "oracle"],
         help="foretell the experts of later layers, and prefetch them",
     )
-    group.add_argument("--lookahead", type=int, metavar="L", help="layers to foretell, 1 to 3")
+    group.add_argument(
+        "--lookahead",
+        type=int,
+        metavar="L",
+        help="layers to foretell, 1 to 3; what is executed speculatively is always the next one's",
+    )
     group.add_argument("--candidates", type=int, metavar="M", help="experts to prefetch beyond those a token needs")
     group.add_argument("--execute", choices=CHOICES["execute"], help="which experts run; routed is exact")
     group.add_argument("--gate", choices=CHOICES["gate"], help="whose weights speculated experts get")

@@ -271,7 +271,7 @@ def fetch(
     With `listed` [1] int32 the launch begins beside the one that it is behind, which makes the word LISTED when the
     list and `count` are written; `closing` must then be given, and makes it 0 again. Nothing else may be what this
     launch relies on. It lets launches go first that `goes_first` has the `closing` of, two at most, or for some
-    milliseconds; also where it has nothing to copy itself, so that whoever awaits its `closing` awaits theirs.
+    milliseconds; also where it has nothing to copy itself: so whoever lets it go first lets those go first, too.
 
     `programs` and tiles change nothing but speed, and no program waits for another of its launch. `delay` (tests) spins
     about as many microseconds before every chunk. Launches whose lists share a slot must run one after the other. Lists

@@ -21,7 +21,7 @@ class Branch:
         """What is launched inside runs behind the current stream's launches so far or, if given, behind what branches
         had launched when they were `done`; and behind nothing else, where a graph is captured: what the branch launched
         before must be complete then, or need not be. What allocates memory inside must come behind the branch's last
-        `join`: it may be given what was freed there."""
+        `join`, or that of a branch behind it: it may be given what was freed there."""
         yield
 
     @contextlib.contextmanager

@@ -15,8 +15,8 @@ several), or where nothing is prefetched its demand: its gate_up runs while the 
 is there before its list, waits for that, then lets the layer's demand and the prefetch before it ask for their last
 bytes.
 
-Where more layers are foretold, each further one is guessed on a branch of its own, and planned and fetched behind the
-one before it.
+Where more layers are foretold, each further one is guessed on one more branch of its own, and planned on the side
+branch behind the plan before it. So whatever comes behind the side branch comes behind every guess.
 
 Where nothing is missing, the launches of demand and late have nothing to do and end beside the experts that are there:
 of all this only the plan is on the way of the step.
@@ -88,6 +88,8 @@ class DeviceScheduler:
         tables: RoutingTables | None = None,
     ) -> None:
         """`buffer` [S, N] are the slots; `addresses` says where a layer's records begin for the device."""
+        if tables is not None and policy.predictor != "none" and len(tables.foretold) < policy.lookahead:
+            raise ValueError(f"tables foretell {len(tables.foretold)} layers ahead, the policy {policy.lookahead}")
         self._ops, self._buffer, self._policy, self._tables = ops, buffer, policy, tables
         self._num_experts = max(moe.num_experts for moe in spec.moe_layers.values())
         self._record_bytes, self._first_bytes = store.layout.num_bytes, store.layout.first_bytes
@@ -96,15 +98,14 @@ class DeviceScheduler:
         most = 0 if policy.predictor == "none" else min(self._num_experts, self._top_k + policy.candidates)
         device, num_layers = buffer.device, len(spec.layers)
         with torch.inference_mode(False):  # the state outlives the mode of whoever runs the first step
-            self.state = PlannerState.allocate(
+            state = PlannerState.allocate(
                 num_layers, self._num_experts, len(buffer), batch, self._top_k, most * policy.lookahead, device
             )
             # Whether first parts are there: of what a layer demands, of what the layer before foretold for it, the one
             # before that … It is foretold once at every distance, each into a list of its own: the last may still be
             # copied.
             self._ready = torch.zeros(1 + policy.lookahead, num_layers, dtype=torch.int32, device=device)
-            self.state = self.state._replace(demand_ready=self._ready[0])
-            self._states_ahead = [self._with_list(ready, i > 0) for i, ready in enumerate(self._ready[1:])]
+            self._states_ahead = [self._with_list(state, ready) for ready in self._ready[1:]]
             self.state = self._states_ahead[0]
             bases = [addresses.get(layer, 0) for layer in range(num_layers)]
             self._bases = torch.tensor(bases, dtype=torch.int64, device=device)
@@ -118,13 +119,13 @@ class DeviceScheduler:
                 self._landing = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in watched]
                 self._watch = torch.cuda.Stream(device)
         self._foretold: dict[int, torch.Tensor] = {}  # by layer, what was foretold for it last
-        self._guessing = [make_branch(device, SOON) for _ in range(policy.lookahead)]
-        self._side = self._guessing[0]
+        self._guess_branches = [make_branch(device, SOON) for _ in range(policy.lookahead)]
+        self._side = self._guess_branches[0]
         self._demand, self._prefetch = make_branch(device, SOON), make_branch(device, SOON)
         self._late = make_branch(device)
-        self._branches = *self._guessing, self._demand, self._prefetch, self._late
-        self._guesses = policy.predictor not in ("none", "previous-token")  # on those branches
-        self._has_slow_guesses = self._guesses and (policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS)
+        self._branches = *self._guess_branches, self._demand, self._prefetch, self._late
+        self._has_guesses = policy.predictor not in ("none", "previous-token")  # on those branches
+        self._has_slow_guesses = self._has_guesses and (policy.lookahead > 1 or policy.predictor in TRAINED_PREDICTORS)
         self._counted_tick = 0  # whose counts `collect` has added
         self._collected = np.zeros(self.state.counters.shape, dtype=np.int64)
         self._guard = self._new_guard() if policy.guards_prefetch else None
@@ -133,7 +134,7 @@ class DeviceScheduler:
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
-        self._kept: list[object] = []  # what the side branch reads, until it is joined
+        self._kept: list[object] = []  # what the side branch reads, and those of further guesses, until it is joined
 
     def load(self, pool: SlotPool) -> None:
         """Take over the pool's slots, of which none may be in flight or pinned."""
@@ -312,6 +313,8 @@ class DeviceScheduler:
         done; what follows finds it done, and mostly what was launched `beside` it. The first launch may begin when the
         words that are yielded are READY, as `expert_gemm` does."""
         copies = [*self._fetched_ahead.pop(layer_id, []), self._demand.done]
+        lists = 0 if self._policy.predictor == "none" else self._policy.lookahead
+        assert len(copies) == 1 + min(lists, self._moe_layers.index(layer_id)), "a list is awaited that nobody fetches"
         try:
             with self._late.fork(*copies):
                 yield self._ready[: len(copies), layer_id]
@@ -327,7 +330,7 @@ class DeviceScheduler:
         """What is launched inside runs beside what follows, until the next `join`: it guesses the i-th layer behind
         this one, for `look_ahead`. `routed` is held until then."""
         self._kept.append(routed)
-        with self._guessing[i].fork():
+        with self._guess_branches[i].fork():
             yield
 
     @contextlib.contextmanager
@@ -364,11 +367,14 @@ class DeviceScheduler:
     def _behind_guess(self, i: int) -> contextlib.AbstractContextManager[None]:
         """What is launched inside is behind the layer's plan and the i-th guess; the plans of two guesses in turn."""
         if i > 0:
-            return self._side.go_on(*((self._guessing[i].done,) if self._guesses else ()))
-        return self._side.go_on(self._planned) if self._guesses else self._side.fork(self._planned)
+            return self._side.go_on(*((self._guess_branches[i].done,) if self._has_guesses else ()))
+        return self._side.go_on(self._planned) if self._has_guesses else self._side.fork(self._planned)
 
     def join(self) -> None:
-        """Order what is launched from here on behind the side branch."""
+        """Order what is launched from here on behind the side branch, and so behind every guess: that of a further
+        layer is read by a plan on the side branch."""
+        for branch in self._guess_branches[1:]:
+            branch.reset()
         self._side.join()
         self._kept.clear()
 
@@ -378,21 +384,24 @@ class DeviceScheduler:
         self._demand.join()
         self._prefetch.join()
         self._closing.clear()
+        self._fetched_ahead.clear()
         if self._tables is not None:
             self.state.header[Header.STEP].add_(1)
 
     def abandon(self) -> None:
         """Have every branch end here, whatever it was doing: a capture failed."""
         self._closing.clear()
-        for branch in self._branches:
-            branch.abandon()
-        self._kept.clear()
+        self._fetched_ahead.clear()
+        with contextlib.ExitStack() as last_first:  # all of them, also if one fails
+            last_first.callback(self._kept.clear)
+            for branch in self._branches:
+                last_first.callback(branch.abandon)
 
-    def _with_list(self, ready: torch.Tensor, is_other: bool) -> PlannerState:
-        """The same state, with a prefetch list of its own or not."""
-        names = [name for name in PlannerState._fields if "prefetch" in name and is_other]
-        lists = {name: torch.zeros_like(getattr(self.state, name)) for name in names}
-        return self.state._replace(**(lists | {"prefetch_ready": ready}))
+    def _with_list(self, state: PlannerState, ready: torch.Tensor) -> PlannerState:
+        """The same state, with a prefetch list of its own, whose words are these, and the demand's that all share."""
+        names = [name for name in PlannerState._fields if "prefetch" in name]
+        lists = {name: torch.zeros_like(getattr(state, name)) for name in names}
+        return state._replace(**(lists | {"prefetch_ready": ready, "demand_ready": self._ready[0]}))
 
     def _copy(self, state: PlannerState, layer_id: int, kind: str, column: Counter) -> None:
         lists = [getattr(state, f"{kind}_{name}")[layer_id] for name in ("key", "slot", "epoch")]

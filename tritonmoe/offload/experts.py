@@ -311,7 +311,7 @@ class OffloadedExperts(Experts):
         if self._device is not None:
             self._is_torn = True  # what was planned and not fetched would be awaited for ever
             residual = super().layer(layer_id, residual, delta, is_prefill)
-            self._is_torn = False
+            self._is_torn = layer_id < self._moe_layers[-1]  # or what the next layer awaits would never be there
             return residual
         if self.step_graph is not None:
             return super().layer(layer_id, residual, delta, is_prefill)

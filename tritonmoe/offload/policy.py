@@ -161,7 +161,8 @@ class Policy:
 
     @property
     def guards_prefetch(self) -> bool:
-        """Whether prefetching may stop where it loses; elsewhere that would change what runs."""
+        """Whether prefetching may stop where it loses. Elsewhere that would change what runs next, and what is foretold
+        further ahead is not told apart."""
         return self.predictor != "none" and self.execute == "routed" and self.prefetch == "auto"
 
     @property
@@ -212,7 +213,8 @@ def minimum_slots(spec: ModelSpec, policy: Policy, batch: int = 1) -> int:
 
     A layer's experts are all in use while those of the next `lookahead` layers arrive, the nearest of them with its
     extra candidates: K · (1 + lookahead) + candidates for one sequence, K without a predictor. Fewer work
-    too, and slower, for whoever asks for them with --expert-slots.
+    too, and slower, for whoever asks for them with --expert-slots. With so few, what was foretold wrongly two layers
+    ahead keeps some of what is foretold one layer ahead from being fetched before it is needed.
     """
     moes = spec.moe_layers.values()
     routed = max(_distinct(moe, batch, 0) for moe in moes)
