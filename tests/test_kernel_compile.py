@@ -169,8 +169,7 @@ def fetching(
 KNOWN_SPILLS = {
     ("attention-qwen3", "gfx1100", "bf16"),
     ("attention-gpt_oss", "sm_90", "fp32"),  # triton 3.9
-    ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes, as the next
-    ("experts-qwen3-ready-1", "sm_90", "fp32"),
+    ("experts-qwen3-ready", "sm_90", "fp32"),  # triton 3.6: 16 bytes
     ("fetch-awaited", "sm_80", "bf16"),  # triton 3.9, as the next: 16 and 12 bytes, the assembler chooses 64 registers
     ("fetch-awaiting", "sm_120", "bf16"),
     ("plan-qwen3", "sm_120", "bf16"),  # triton 3.6: 8 bytes of plan_prefetch, which nothing waits for

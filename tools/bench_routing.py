@@ -12,8 +12,8 @@ be another expert, whose fetch is in vain. Where guesses are executed, the table
 needed: the misses of that cache without prediction, step by step and layer by layer; window: the resident step of the
 same run / layers; gather rate: that of the fetch kernel, in the same run. A step is held against the floor where
 experts are prefetched ("exact": plus its mispredicted bytes / gather rate; "router-pf" never, although two layers ahead
-it has some), against the resident step + needed bytes /
-gather rate where they are not, and against the resident step with slots for everything.
+it has some), against the resident step + needed bytes / gather rate where they are not, and against the resident step
+with slots for everything.
 
 A case is POLICY[+OPTION=VALUE]:HITS[@BYTES][:host]. HITS: a percentage, with --slots, or "everything" or "minimum"
 slots. BYTES: so many are fetched of each record, in place of all, which shows the times of smaller records; experts are

@@ -367,7 +367,7 @@ class DeviceScheduler:
     def _behind_guess(self, i: int) -> contextlib.AbstractContextManager[None]:
         """What is launched inside is behind the layer's plan and the i-th guess; the plans of two guesses in turn."""
         if i > 0:
-            return self._side.go_on(*((self._guess_branches[i].done,) if self._has_guesses else ()))
+            return self._side.go_on(self._guess_branches[i].done)
         return self._side.go_on(self._planned) if self._has_guesses else self._side.fork(self._planned)
 
     def join(self) -> None:

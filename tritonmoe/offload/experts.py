@@ -16,7 +16,6 @@ experts runs afterwards in fixed order. So the logits do not depend on the slots
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -475,7 +474,7 @@ class OffloadedExperts(Experts):
         if self.policy.execute != "speculated":
             return
         self._guesses.clear()
-        for later, guess in itertools.islice(guesses.items(), 1):
+        for later, guess in list(guesses.items())[:1]:
             spec, weights = self._moe(later)
             if self.policy.gate == "routed":
                 self._guesses[later] = Guess(guess, guess.ids[:, : spec.num_experts_per_tok].contiguous(), None)
@@ -548,7 +547,6 @@ class OffloadedExperts(Experts):
         self, device: DeviceScheduler, layer_id: int, routed: NormRouterOutput, out: torch.Tensor
     ) -> None:
         guesses: dict[int, SpeculateOutput] = {}
-        foretells = self.policy.predictor != "none"
         for i, later in enumerate(self.predictor.later(layer_id)):
             with device.beside(routed, i):
                 guesses[later] = self.predictor.guess(layer_id, later, routed)
@@ -556,7 +554,7 @@ class OffloadedExperts(Experts):
             self._fill(layer_id, routed.topk_ids, out)
         ids = device.plan(layer_id, routed)
         self._run_slots(layer_id, routed.x, ids.hits, self._slots, out)
-        if foretells:
+        if self.policy.predictor != "none":
             device.look_ahead(layer_id, routed, {later: guess.ids for later, guess in guesses.items()})
             with device.behind_guesses():  # not before: no fetch waits for it
                 self._choose(guesses)

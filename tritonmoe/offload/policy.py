@@ -55,11 +55,10 @@ class Policy:
     `predictor` foretells the experts of the next `lookahead` layers, the model's K and `candidates` more; they are
     prefetched. `execute` "routed" runs the experts that the true router chose, so that outputs are the model's own;
     "speculated" runs what the layer before foretold, weighted by the true router (`gate` "routed") or by the guess
-    ("speculated").
-    Missing experts to which every token gives a share of its gate mass below `miss_tolerance` are left out, `miss_fill`
-    "default-vector" putting their mean output in their place. `cache_bias` is added to the router's logits of experts
-    that have a slot, for the choice among them alone. `prefetch` "auto" stops fetching ahead for layers where that
-    wastes more than it brings, "always" never. `name` is the preset that it was made from.
+    ("speculated"). Missing experts to which every token gives a share of its gate mass below `miss_tolerance` are left
+    out, `miss_fill` "default-vector" putting their mean output in their place. `cache_bias` is added to the router's
+    logits of experts that have a slot, for the choice among them alone. `prefetch` "auto" stops fetching ahead for
+    layers where that wastes more than it brings, "always" never. `name` is the preset that it was made from.
     """
 
     name: str
