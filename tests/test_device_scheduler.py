@@ -472,12 +472,13 @@ def test_miss_tolerance_leaves_out_what_the_host_would(fill: str) -> None:
     assert torch.equal(*results)
 
 
-def test_recall_is_counted_as_the_host_counts_it() -> None:
+@pytest.mark.parametrize("policy", ["quasi-hidden", "lookahead"])
+def test_recall_is_counted_as_the_host_counts_it(policy: str) -> None:
     spec = make_spec("qwen3")
     weights = noise(spec)
     recalls = []
     for plan_on_device in (False, True):
-        offloaded = on_device(spec, weights, 32, POLICIES["quasi-hidden"])
+        offloaded = on_device(spec, weights, 32, POLICIES[policy])
         offloaded.experts._plan_on_device = plan_on_device
         generate(offloaded.decoder, 2)
         offloaded.experts.report()

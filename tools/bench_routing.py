@@ -61,7 +61,7 @@ CASES = (
     *(f"{policy}:{EVERYTHING}" for policy in POLICIES),
     *(f"{policy}:{rate}{':host' * (policy == 'exact' and rate == 75)}" for policy in POLICIES for rate in RATES),
     *(f"{policy}:{SMALL}" for policy in POLICIES),
-    *(f"{policy}+lookahead=2:{rate}" for policy in POLICIES[1:] for rate in (*RATES, SMALL)),
+    *(f"{policy}+lookahead=2:{rate}" for policy in POLICIES[1:] for rate in (EVERYTHING, *RATES, SMALL)),
     f"on-demand:{MINIMUM}",
 )
 RESIDENT_WARM_STEPS = 8

@@ -134,6 +134,7 @@ class DeviceScheduler:
         self._fetched_ahead: dict[int, list[object]] = {}  # by layer, when what was fetched ahead for it is complete
         self._planned: object = None  # when the plan of the layer's demand is complete
         self._closing: dict[str, torch.Tensor] = {}  # by kind, the word of what a step fetches last
+        self._uncounted: tuple[int, NormRouterOutput, torch.Tensor | None] | None = None  # of the layer, until `join`
         self._kept: list[object] = []  # what the side branch reads, and those of further guesses, until it is joined
 
     def load(self, pool: SlotPool) -> None:
@@ -169,6 +170,7 @@ class DeviceScheduler:
             branch.reset()
         self._fetched_ahead.clear()
         self._closing.clear()
+        self._uncounted = None
         self._kept.clear()
         self._counted_tick = clock
         if self._guard is not None:
@@ -354,14 +356,10 @@ class DeviceScheduler:
             with self._prefetch.fork(self._side.done):
                 self._copy(state, target, "prefetch", Counter.PREFETCH_BYTES)
             self._fetched_ahead.setdefault(target, []).append(self._prefetch.done)
-        # The last layer guesses nothing, and its recall is counted behind its router all the same.
-        with self._side.go_on() if guesses else self._side.fork(self._planned):
-            foretold = self._foretold.pop(layer_id, None)
-            self._kept += routed, foretold
-            if foretold is not None and self._tables is None and self._policy.execute == "routed":
-                self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
-            if self._policy.predictor == "previous-token":
-                self._last_ids[layer_id].copy_(routed.topk_ids)
+        if not guesses:  # the last layer's, whose recall is counted behind its router all the same
+            with self._side.fork(self._planned):
+                pass
+        self._uncounted = layer_id, routed, self._foretold.pop(layer_id, None)
         self._foretold.update(guesses)
 
     def _behind_guess(self, i: int) -> contextlib.AbstractContextManager[None]:
@@ -372,11 +370,26 @@ class DeviceScheduler:
 
     def join(self) -> None:
         """Order what is launched from here on behind the side branch, and so behind every guess: that of a further
-        layer is read by a plan on the side branch."""
+        layer is read by a plan on the side branch.
+
+        What the layer chose is looked at last: the next router, where it is what comes behind, may begin beside the
+        attention's last launch if that of the side branch was captured after it.
+        """
+        if self._uncounted is not None:
+            with self._side.go_on():
+                self._look_back(*self._uncounted)
+            self._uncounted = None
         for branch in self._guess_branches[1:]:
             branch.reset()
         self._side.join()
         self._kept.clear()
+
+    def _look_back(self, layer_id: int, routed: NormRouterOutput, foretold: torch.Tensor | None) -> None:
+        self._kept += routed, foretold
+        if foretold is not None and self._policy.execute == "routed":
+            self._ops.count_recall(foretold, routed.topk_ids, routed.topk_weights, self._recall[layer_id, :5])
+        if self._policy.predictor == "previous-token":
+            self._last_ids[layer_id].copy_(routed.topk_ids)
 
     def end(self) -> None:
         """The last layer's computation is launched: every branch ends here."""
@@ -392,6 +405,7 @@ class DeviceScheduler:
         """Have every branch end here, whatever it was doing: a capture failed."""
         self._closing.clear()
         self._fetched_ahead.clear()
+        self._uncounted = None
         with contextlib.ExitStack() as last_first:  # all of them, also if one fails
             last_first.callback(self._kept.clear)
             for branch in self._branches:
