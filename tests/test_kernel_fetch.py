@@ -473,8 +473,8 @@ def test_what_was_listed_before_is_not_copied(pin: Pin) -> None:
 @pytest.mark.parametrize("count", [2, 0])
 def test_others_go_first(count: int, pin: Pin) -> None:
     """Not a byte of this list while the other launch has not asked for its last chunks, nor the word that all of it is
-    asked for, empty or not; that copy takes 1 to 2 ms, less than the courtesy lasts. Some may be over before they are
-    looked at, where the GPU is shared."""
+    asked for, empty or not; that copy takes a millisecond, less than the courtesy lasts. Some may be over before they
+    are looked at, where the GPU is shared."""
     record_bytes = 64 * 2816
     records = pin(random_bytes(1, 8, record_bytes))
     slow, case = Case(records, 8, [(0, 0, 5), (1, 1, 5)]), Case(records, 8, [(2, 2, 5), (3, 3, 5)], count=count)
@@ -488,7 +488,7 @@ def test_others_go_first(count: int, pin: Pin) -> None:
         for stream in (first, second, third):
             stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(first):
-            slow.run(fetch, delay=12, programs=2, **SMALL)
+            slow.run(fetch, delay=6, programs=2, **SMALL)
         with torch.cuda.stream(second):
             case.run(fetch, True, programs=3, **words, **SMALL)
 

@@ -48,7 +48,7 @@ from tritonmoe_kernels.planner_state import LISTED
 
 READY_WORD = tl.constexpr(READY)
 LISTED_WORD = tl.constexpr(LISTED)
-PATIENCE = tl.constexpr(4096)  # looks at a word, each of more than half a microsecond
+PATIENCE = tl.constexpr(16384)  # looks at a word, each of about a quarter of a microsecond
 ACCESS_BYTES = 16
 WORD_BYTES = 4
 
