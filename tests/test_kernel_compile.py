@@ -181,6 +181,7 @@ DECODE: dict[str, Case] = {
     "linear-qwen3-qkv": lambda dtype: dense(5120, 2048, True, dtype),
     "linear-qwen3-output": lambda dtype: dense(2048, 4096, False, dtype),
     "linear-gpt_oss-qkv": lambda dtype: dense(5120, 2880, True, dtype),
+    "linear-many-units": lambda dtype: dense(201088, 64, True, dtype),
     "linear-dense-down": lambda dtype: dense(4096, 10944, False, dtype),
     "norm_router-qwen3": lambda dtype: router(2048, 128, QWEN3, dtype),
     "norm_router-gpt_oss": lambda dtype: router(2880, 32, GPT_OSS, dtype),
@@ -256,7 +257,8 @@ class Driver:
 def compile_for(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, Case, str], list[Any]]:
     compiled: list[Any] = []
 
-    def launcher(kernel: JITFunction, grid: object) -> Callable[..., None]:
+    def launcher(kernel: JITFunction, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert max(grid[1:], default=0) <= 65535, f"CUDA has no grid {grid}"
         return lambda *arguments, **options: compiled.append(kernel.warmup(*arguments, grid=grid, **options))
 
     def run(target: str, case: Case, dtype: str) -> list[Any]:

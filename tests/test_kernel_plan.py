@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from bench import kernel_cases
 from kernel_testing import DEVICE, KERNEL_MARKS, poisoned
 
 from tritonmoe_kernels.plan import plan_demand, plan_prefetch
@@ -568,3 +569,10 @@ def test_model_shapes(tokens: int, slots: int, eviction: str) -> None:
         eviction=eviction, locality=0.3, landing=0.95, miss_tolerance=0.02 if tokens == 2 else 0.0,
     )  # fmt: skip
     Session(case, 0).run()
+
+
+@pytest.mark.parametrize("kind", ["demand", "prefetch", "recall"])
+def test_what_is_timed_runs(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_cases, "DEVICE", DEVICE)
+    for launch in kernel_cases.planning(kind, 3, 16, 4).launches:
+        launch()

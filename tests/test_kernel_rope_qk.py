@@ -105,6 +105,18 @@ def test_engine_appends_the_same(interleaved: bool, clip_qkv: float | None, qk_n
     assert not keys[:, :, 5:].any()
 
 
+def test_clipping_keeps_what_is_not_a_number() -> None:
+    qkv = randn(1, (2 + 2 * 2) * 8, seed=1)
+    qkv[0, [3, 20, 40]] = float("nan")
+    inputs = qkv, torch.zeros(1, dtype=torch.int64, device=DEVICE), frequencies(4)
+    keys, values, expected_keys, expected_values = (torch.zeros(1, 2, 3, 8, device=DEVICE) for _ in range(4))
+    q = rope_qk(*inputs, keys, values, 2, clip_qkv=0.5, tokens_per_row=1)
+    expected = rope_qk_ref(*inputs, expected_keys, expected_values, 2, clip_qkv=0.5, tokens_per_row=1)
+    for found, wanted in ((q, expected), (keys, expected_keys), (values, expected_values)):
+        assert wanted.isnan().any()
+        assert torch.equal(found.isnan(), wanted.isnan())
+
+
 def test_rows_and_padding() -> None:
     """Explicit rows in any order and a strided cache; positions outside the cache are not appended."""
     qkv = randn(5, (2 + 2 * 2) * 8, seed=1)

@@ -30,6 +30,7 @@ from tritonmoe_kernels.weight_tiles import (
     tile_rows,
 )
 
+MOST_TILES = 65535  # of a grid's second axis
 MAX_TOKENS = 16  # every token reads the weights again, from L2: beyond, a matrix product is faster
 
 
@@ -120,7 +121,8 @@ def linear(
         return out
     parts, strides, layout = operands(weight)
     launch = launch_config("linear", x.dtype, (units, hidden), tokens, x.device, layout.name)
-    _linear_kernel[(tokens, cdiv(units, launch["block_n"]))](
+    block_n = max(launch["block_n"], next_power_of_2(cdiv(units, MOST_TILES)))
+    _linear_kernel[(tokens, cdiv(units, block_n))](
         out,
         x,
         parts,
@@ -132,7 +134,7 @@ def linear(
         H=hidden,
         WEIGHT_PLUS_ONE=weight_plus_one,
         LAYOUT=layout,
-        BLOCK_N=launch["block_n"],
+        BLOCK_N=block_n,
         BLOCK_K=step_columns(layout, hidden, launch["block_k"]),
         BLOCK_H=next_power_of_2(hidden),
         num_warps=launch["num_warps"],

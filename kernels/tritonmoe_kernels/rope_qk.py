@@ -34,7 +34,7 @@ def load_part(base_ptr, weight_ptr, d, mask, inverse, clip, NORM: tl.constexpr, 
         weight = tl.load(weight_ptr + d, mask=mask, other=0.0).to(tl.float32)
         values = (values * inverse * weight).to(raw.dtype).to(tl.float32)
     if CLIP:
-        values = tl.minimum(tl.maximum(values, -clip), clip).to(raw.dtype).to(tl.float32)
+        values = tl.clamp(values, -clip, clip, propagate_nan=tl.PropagateNan.ALL).to(raw.dtype).to(tl.float32)
     return values
 
 

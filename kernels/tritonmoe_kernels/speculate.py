@@ -1,8 +1,8 @@
 """Speculation of the next layer's experts before this layer's experts have run, in one launch (arXiv 2603.19289).
 
 Floor: the next router's E·H weights and, for each token, K default vectors of H; 1 MB + 32 KB for 128 x 2048 in float32
-with 8 default vectors in bfloat16, 0.3 us at 4 TB/s. Latency decides; so far it runs before the host reads a layer's
-ids.
+with 8 default vectors in bfloat16, 0.3 us at 4 TB/s. Latency decides: it runs beside the experts that are
+there, and only then is planned what is fetched ahead.
 
 Schedule: that of `norm_router`, with about 32 programs so that most of the GPU stays with the experts: each program
 asks for its router rows, mixes the default vectors of its token in the order of K, norms, stores its logits, and the

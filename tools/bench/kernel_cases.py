@@ -242,7 +242,7 @@ def planning(kind: str, layers: int, num_experts: int, top_k: int) -> Case:
     """A layer's plan of one token whose experts, routed or foretold, are all in slots; the layers take turns."""
     ids = torch.stack([torch.randperm(num_experts, device=DEVICE)[:top_k] for _ in range(layers)]).int()
     state = PlannerState.allocate(layers, num_experts, 2 * layers * top_k, 1, top_k, top_k, DEVICE)
-    weights, slots = torch.rand(1, top_k, device=DEVICE), torch.empty(3, 1, top_k, dtype=torch.int32, device=DEVICE)
+    weights, slots = torch.rand(1, top_k, device=DEVICE), torch.empty(2, 1, top_k, dtype=torch.int32, device=DEVICE)
     counts = torch.zeros(layers, 5, dtype=torch.int64, device=DEVICE)
     demands = [partial(plan_demand, state, i, ids[i : i + 1], weights, *slots) for i in range(layers)]
     for demand in demands:
