@@ -132,7 +132,7 @@ class Policies:
     def __init__(self, options: argparse.Namespace, tasks: dict[str, list[Task]], windows: list[list[int]]) -> None:
         self._options, self._tasks, self._windows = options, tasks, windows
         self._engine_options = {"dtype": options.dtype, "device": options.device, "max_context": options.max_context}
-        self._baseline: dict[tuple[str, int], list[Generation]] = {}  # by task file and batch
+        self._baseline: dict[tuple[str, int, int], list[Generation]] = {}  # by task file, batch and items
         self._baseline_text: dict[tuple[int, int], dict[str, float]] = {}  # by windows and batch
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -154,7 +154,7 @@ class Policies:
             for name, tasks in self._tasks.items():
                 found = running.answers(engine, tasks[:items], batch)
                 if asked == BASELINE:
-                    self._baseline[name, batch] = found
+                    self._baseline[name, batch, len(found)] = found
                 expected = self._baseline_of(name, batch, tasks[:items])
                 row["tasks"][name] = running.accuracy(tasks[:items], found, expected)
                 print(f"{asked.text} {slots} {name} {row['tasks'][name]['accuracy']:.3f}", flush=True)
@@ -183,10 +183,11 @@ class Policies:
 
     def _baseline_of(self, name: str, batch: int, tasks: list[Task]) -> list[Generation]:
         """The baseline's answers in batches of the same size, whose sums round in the same way."""
-        if (name, batch) not in self._baseline:
+        key = name, batch, len(tasks)
+        if key not in self._baseline:
             with self._opened(BASELINE, "", batch) as engine:
-                self._baseline[name, batch] = running.answers(engine, tasks, batch)
-        return self._baseline[name, batch]
+                self._baseline[key] = running.answers(engine, tasks, batch)
+        return self._baseline[key]
 
     def _traffic(self, asked: Asked, slots: str) -> dict[str, Any]:
         with self._opened(asked, slots, 1) as engine:

@@ -107,6 +107,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--time-limit", type=float, metavar="S")
     options, arguments = parser.parse_known_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here")
     source, began = provenance(), time.perf_counter()
     ends = None if options.time_limit is None else began + options.time_limit
     parts, names, gpus = deal(collect(arguments)), visible_gpus(), Queue[str]()

@@ -36,7 +36,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tritonmoe.checkpoint.architectures import parse_config
 from tritonmoe.checkpoint.config_reader import read_json
-from tritonmoe.errors import TritonMoeError
+from tritonmoe.errors import InputError, TritonMoeError
 from tritonmoe.model.operations import operations
 
 LAYERS = 3  # as the picture shows
@@ -180,7 +180,11 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("there is no GPU here, and so no timestamps of one")
     try:
         case = Case.parse(options.case)
+        if case.policy.lookahead > 1:
+            raise InputError("--case: launches of one layer ahead are told apart, not those of more")
         spec = parse_config(read_json(options.config), options.config.name)
+        if (options.first_layer or 0) > list(spec.moe_layers)[-1]:
+            raise InputError(f"--first-layer {options.first_layer}: the last layer is {list(spec.moe_layers)[-1]}")
         num_slots = case.num_slots(spec, options.slots)
         output.parent.mkdir(parents=True, exist_ok=True)  # so that the stored command names the file alone
         source = provenance()

@@ -288,7 +288,8 @@ def main() -> int:
                 "kernel": item.kernel,
                 "architecture": launch_table.architecture(torch.device("cuda")),
                 "bits": 8 * dtype.itemsize,
-                **({"dtype": options.dtype} if "dot" in found[0][1] else {}),
+                # Candidates for tensor cores are for one dtype: another one's row must not come before its.
+                **({"dtype": options.dtype} if any("dot" in config for config in item.candidates()) else {}),
                 **({"format": item.form} if item.form else {}),
                 "shape": None if item.shape is None else list(item.shape),
                 "tokens": item.tokens,
