@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -20,6 +19,7 @@ RESIDENT = "resident"
 ROUTER_FREE = "router-free"
 PRESET_NAMES = ("on-demand", "exact", "router-pf", "est-pf", "hybrid-pf", ROUTER_FREE, RESIDENT)
 MAX_LOOKAHEAD = 3  # layers
+MOST_BIAS = 1000  # of a router's logits
 LEAST_HIDING_BYTES = 32 << 20  # of a layer's records: behind so many (0.6 ms at 54 GB/s) the host's work is hidden
 # They rank every expert of a layer; the others name the K that were or will be routed, and no gate weights.
 RANKING_PREDICTORS = ("residual", "quasi-hidden", "estimator", "hybrid")
@@ -84,7 +84,7 @@ class Policy:
         if not _is_share(self.miss_tolerance):
             raise InputError(f"--miss-tolerance must be a number from 0 to below 1, not {self.miss_tolerance!r}")
         if not _is_bias(self.cache_bias):
-            raise InputError(f"--cache-bias must be a number from 0, not {self.cache_bias!r}")
+            raise InputError(f"--cache-bias must be a number from 0 to {MOST_BIAS}, not {self.cache_bias!r}")
         self._check_resident()
         self._check_prediction()
         self._check_execution()
@@ -276,7 +276,7 @@ def _is_share(value: object) -> bool:
 
 
 def _is_bias(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= MOST_BIAS
 
 
 def _speculating(name: str, predictor: PredictorName) -> Policy:

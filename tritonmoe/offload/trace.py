@@ -38,6 +38,7 @@ REMEDY = "record it anew with --trace"
 MAX_BYTES = 2 << 30  # unpacked; a decode step of 48 layers takes about 10 kB
 MALFORMED = (ValueError, TypeError, SyntaxError, tokenize.TokenError)  # numpy, of the header of an array
 MAX_EXPERTS = 1 << 24  # of all layers: what a replay makes tables of
+MAX_RECORD_BYTES = 1 << 40
 # Of each array: whole numbers ("i", "u"), truth values ("b") or floating point ("f").
 KINDS = {
     **dict.fromkeys(("layer", "generation", "num_tokens", "num_ids", "ids", "found"), "iu"),
@@ -66,9 +67,9 @@ class TraceHeader:
 
     def __post_init__(self) -> None:
         sizes = (self.num_experts_per_tok, self.record_bytes, max(self.experts, default=0))
-        if not all(isinstance(size, int) for size in (*sizes, *self.experts, self.num_slots)):
+        if not all(type(size) is int for size in (*sizes, *self.experts, self.num_slots)):
             raise ValueError("a size is no integer")
-        if min(sizes) < 1 or min(self.experts) < 0 or self.num_slots < 0:
+        if min(sizes) < 1 or min(self.experts) < 0 or self.num_slots < 0 or self.record_bytes > MAX_RECORD_BYTES:
             raise ValueError("a size is out of range")
         if max(len(self.experts) * max(self.experts), self.num_experts_per_tok, self.num_slots) > MAX_EXPERTS:
             raise ValueError("a size is out of range")
@@ -360,6 +361,12 @@ def _unpack(header: TraceHeader, arrays: dict[str, np.ndarray]) -> list[Step]:
     moe_layers = header.moe_layers
     if len(layers) % len(moe_layers) or layers.tolist() != moe_layers * (len(layers) // len(moe_layers)):
         raise ValueError("a step has not every layer once")
+    for name in ("is_prefill", "generation", "num_tokens"):
+        by_step = arrays[name].reshape(-1, len(moe_layers))
+        if (by_step != by_step[:, :1]).any():
+            raise ValueError(f"{name} differs between the layers of a step")
+    if num_tokens.size and num_tokens.min() < 1:
+        raise ValueError("a step without a token")
     ids = _parts(arrays["ids"], np.where(is_prefill, 1, num_tokens), arrays["num_ids"])
     weights = _parts(arrays["weights"], np.where(is_prefill, 0, num_tokens), np.where(is_prefill, 0, arrays["num_ids"]))
     foretold = _unpack_foretold(header, arrays)
@@ -382,9 +389,11 @@ def _unpack(header: TraceHeader, arrays: dict[str, np.ndarray]) -> list[Step]:
 def _unpack_foretold(header: TraceHeader, arrays: dict[str, np.ndarray]) -> list[dict[int, np.ndarray]]:
     """By run, then by later layer."""
     found: list[dict[int, np.ndarray]] = [{} for _ in arrays["layer"]]
-    at, layers = arrays["foretold_run"], arrays["foretold_layer"]
+    at, layers, is_prefill = arrays["foretold_run"], arrays["foretold_layer"], arrays["is_prefill"].astype(bool)
     if at.size and not 0 <= at.min() <= at.max() < len(found):
         raise ValueError("something foretold by no run")
+    if is_prefill[at].any():
+        raise ValueError("something foretold by a prompt")
     rows = _parts(arrays["foretold_ids"], arrays["num_tokens"][at], arrays["foretold_num_ids"])
     for run, later, part in zip(at.tolist(), layers.tolist(), rows, strict=True):
         if later not in header.moe_layers or later <= arrays["layer"][run]:
