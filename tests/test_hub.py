@@ -401,7 +401,9 @@ def test_problems_of_a_folder(tmp_path: Path) -> None:
         "tokenizer.json is missing",
         "there is no safetensors file",
     ]
-    write(tmp_path, {"config.json": "{}", "tokenizer.json": "{}", "model.safetensors": ""})
+    write(tmp_path, {"config.json": "{}", "tokenizer.json": "{}", "estimator.safetensors": ""})
+    assert snapshot_problems(tmp_path) == ["there is no safetensors file"]
+    write(tmp_path, {"model.safetensors": ""})
     assert snapshot_problems(tmp_path) == []
 
 

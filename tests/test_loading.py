@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tritonmoe.checkpoint.architectures import load_spec
 from tritonmoe.checkpoint.loading import load_weights
+from tritonmoe.checkpoint.tensor_files import NO_WEIGHTS
 from tritonmoe.errors import CheckpointError, InputError
 from tritonmoe.model.weights import ModelWeights, iter_tensors
 from tritonmoe_kernels.quantized import MXFP4, QuantizedMatrix, dequantize
@@ -74,12 +75,29 @@ def test_shards_may_split_an_expert(model_folder: Path, pristine_folder: Path, i
     assert_same(load(model_folder), load(pristine_folder))
 
 
-def test_prefixes_and_skippable_tensors(model_folder: Path, pristine_folder: Path) -> None:
+def test_prefixes_and_skippable_tensors(
+    model_folder: Path, pristine_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tensors = {k.replace("model.", "model.language_model."): v for k, v in tiny_tensors().items()}
     extra = ("mtp.fc.weight", "model.visual.patch.weight", "model.mtp_block.0.input_layernorm.weight")
     tensors.update({name: torch.ones(3) for name in (*extra, "model.layers.0.self_attn.rotary_emb.inv_freq")})
     tensors["model.layers.2.mlp.gate.weight"] = torch.ones(3)  # one past the last layer: predicts further tokens
+    tensors["model.layers.2.eh_proj.weight"] = torch.ones(3)
     rewrite(model_folder, tensors)
+    assert_same(load(model_folder), load(pristine_folder))
+    assert "not used" not in caplog.text
+
+
+def test_layers_that_the_config_does_not_know_are_named(model_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    change_config(model_folder, num_hidden_layers=1)
+    load(model_folder)
+    assert "layers 1; config.json says that there are 1" in caplog.text
+
+
+def test_other_files_beside_weights(model_folder: Path, pristine_folder: Path) -> None:
+    (model_folder / "model.safetensors").rename(model_folder / "weights.safetensors")
+    for name in NO_WEIGHTS:
+        (model_folder / f"{name}.safetensors").write_bytes(b"")
     assert_same(load(model_folder), load(pristine_folder))
 
 
@@ -172,6 +190,8 @@ def test_per_expert_layout_without_its_biases(tmp_path: Path) -> None:
 def test_misshapen_tensor(model_folder: Path) -> None:
     rewrite(model_folder, {**tiny_tensors(), EXPERT: torch.ones(16, 33)})
     expect(model_folder, EXPERT, "[16, 33]", "[16, 32]")
+    rewrite(model_folder, {**tiny_tensors(), EXPERT: torch.ones(1, 16, 32)})
+    expect(model_folder, EXPERT, "[1, 16, 32]", "[16, 32]")
 
 
 def test_unsupported_storage_type(model_folder: Path) -> None:

@@ -16,7 +16,7 @@ from huggingface_hub import constants, errors
 from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
 from tritonmoe.checkpoint.config_reader import read_json
-from tritonmoe.checkpoint.tensor_files import INDEX_NAME
+from tritonmoe.checkpoint.tensor_files import INDEX_NAME, NO_WEIGHTS
 from tritonmoe.errors import HubError, InputError
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,8 @@ def snapshot_problems(folder: Path) -> list[str]:
     if os.path.exists(folder / INDEX_NAME):
         return problems + _index_problems(folder)
     # In the cache a file is a link, which may lead nowhere.
-    names = [path.name for path in folder.glob("*.safetensors") if path.exists()]
+    found = [path.name for path in folder.glob("*.safetensors") if path.exists()]
+    names = [name for name in found if not name.startswith(NO_WEIGHTS)]
     if not names:
         return [*problems, "there is no safetensors file"]
     shards = [match for name in names if (match := SHARD.fullmatch(name))]

@@ -24,7 +24,7 @@ from tritonmoe.checkpoint.published_formats import PublishedFormat, is_finite
 from tritonmoe.checkpoint.quantization import quantize
 from tritonmoe.checkpoint.targets import Target, as_published, make_targets
 from tritonmoe.checkpoint.tensor_files import Checkpoint, TensorEntry, TensorReader, open_checkpoint
-from tritonmoe.checkpoint.tensor_names import canonical_name, is_skippable
+from tritonmoe.checkpoint.tensor_names import canonical_name, idle_layers, is_skippable
 from tritonmoe.errors import CheckpointError
 from tritonmoe.memory import require_memory
 from tritonmoe.model.expert_store import ExpertStore
@@ -189,13 +189,20 @@ def _account(
     if unknown:
         more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise CheckpointError(f"{folder}: tensor {unknown[0]}{more} is not part of a {spec.model_type} model")
+    idle = idle_layers(found, len(spec.layers))
+    if idle:
+        logger.warning(
+            "%s: not used of the files: layers %s; config.json says that there are %d",
+            folder, ", ".join(map(str, idle)), len(spec.layers),
+        )  # fmt: skip
     for name, tensor in needed.items():
         if name in found:
             _check_entry(found[name], tensor.shape, tensor.dtypes)
 
 
 def _check_entry(entry: TensorEntry, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    if entry.shape not in (shape, (1, *shape)):  # ERNIE stores a vector as one row
+    is_row = len(shape) == 1 and entry.shape == (1, *shape)  # as ERNIE stores a vector
+    if entry.shape != shape and not is_row:
         raise CheckpointError(
             f"{entry.file}: {entry.name} has shape {list(entry.shape)} where config.json implies {list(shape)}"
         )

@@ -38,6 +38,7 @@ DTYPES: dict[str, torch.dtype] = {
 MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors library
 STAGING_BYTES = 64 << 20
 INDEX_NAME = "model.safetensors.index.json"
+NO_WEIGHTS = ("adapter", "consolidated", "default-vectors", "estimator")  # how other files beside a model's begin
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,7 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     index = folder / INDEX_NAME
     if not index.exists():
         files = sorted(folder.glob("model*.safetensors")) or [
-            file
-            for file in sorted(folder.glob("*.safetensors"))
-            if not file.name.startswith(("adapter", "consolidated", "default-vectors"))
+            file for file in sorted(folder.glob("*.safetensors")) if not file.name.startswith(NO_WEIGHTS)
         ]
         if not files:
             raise CheckpointError(f"{folder}: no .safetensors files; only safetensors checkpoints are read")

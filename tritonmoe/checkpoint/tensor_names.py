@@ -7,6 +7,7 @@ original names and those that transformers 5 writes.
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
 # Spellings of the same tensor, in the order they are applied; the right-hand side is what `targets` uses.
 RENAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
@@ -44,6 +45,17 @@ def canonical_name(name: str) -> str:
 
 
 def is_skippable(canonical: str, num_layers: int) -> bool:
-    """Whether the tensor is known not to belong to the decoder (layers past the last predict further tokens)."""
+    """Whether the tensor is known not to belong to the decoder, or is of a layer past the last."""
+    return bool(SKIPPED.search(canonical)) or layer_of(canonical) >= num_layers
+
+
+def layer_of(canonical: str) -> int:
+    """The tensor's layer; -1 where it belongs to none."""
     layer = LAYER.match(canonical)
-    return bool(SKIPPED.search(canonical)) or (layer is not None and int(layer[1]) >= num_layers)
+    return -1 if layer is None else int(layer[1])
+
+
+def idle_layers(names: Collection[str], num_layers: int) -> list[int]:
+    """Layers past the last that do not predict further tokens, as those do that join two states (`eh_proj`)."""
+    beyond = sorted({layer_of(name) for name in names if layer_of(name) >= num_layers})
+    return [layer for layer in beyond if f"layers.{layer}.eh_proj.weight" not in names]
