@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -58,6 +59,16 @@ def test_rows_that_end_early_do_not_disturb_the_others(engine: Engine) -> None:
 def test_same_seed_same_text_other_seed_other_text(engine: Engine) -> None:
     texts = [engine.generate("Hello", dataclasses.replace(SAMPLED, seed=seed)).text for seed in (5, 5, 6)]
     assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompts_of_token_ids(engine: Engine) -> None:
+    ids = [5, 6, 7]
+    expected = engine.generate(ids, SAMPLED)
+    for prompt in (np.array(ids), torch.tensor(ids), tuple(ids)):
+        assert engine.generate(prompt, SAMPLED).token_ids == expected.token_ids
+    for prompt in (None, 5, [1.5], ["a"]):
+        with pytest.raises(InputError, match="sequence of integer token ids"):
+            engine.generate(prompt, SAMPLED)
 
 
 def test_prefill_chunks_give_the_same_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,16 +55,17 @@ def test_text_to_stdout_everything_else_to_stderr(pristine_folder: Path) -> None
 
 
 def test_prompt_sources_agree(pristine_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "prompt.txt").write_text("Grüße")
+    (tmp_path / "prompt.txt").write_text("Grüße\r\n", newline="")
     common = ("--model", str(pristine_folder), "--max-new-tokens", "5", "--json")
     results = [
         run(*common, "Grüße"),
         run(*common, "--prompt", "Grüße"),
         run(*common, "--prompt-file", str(tmp_path / "prompt.txt")),
         run(*common, stdin="Grüße".encode()),
+        run(*common, stdin="Grüße\n".encode()),
     ]
     ids = [json.loads(done.stdout)["token_ids"] for done in results]
-    assert ids[0] == ids[1] == ids[2] == ids[3]
+    assert ids == ids[:1] * 5
 
 
 def test_json_is_one_complete_object(pristine_folder: Path) -> None:
@@ -298,6 +299,8 @@ def test_interactive_chat_reuses_its_cache(pristine_folder: Path) -> None:
     terminal.wait_for("> ")
     terminal.type("x" * 200 + "\n")
     assert "leaves no room" in terminal.wait_for("--max-context")
+    os.write(terminal.master, b"caf\xe9\n")
+    assert "error:" in terminal.wait_for("not valid Unicode")
     terminal.type("/exit\n")
     assert terminal.process.wait(timeout=30) == 0
 

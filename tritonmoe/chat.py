@@ -6,7 +6,7 @@ import re
 import sys
 
 from tritonmoe.engine import Engine
-from tritonmoe.errors import TritonMoeError
+from tritonmoe.errors import CheckError, TritonMoeError
 from tritonmoe.generation.sampling import SamplingParams
 from tritonmoe.generation.session import Session
 
@@ -64,6 +64,9 @@ def _turn(
                 emit(piece)
         except KeyboardInterrupt:
             print(" [stopped]", end="", file=sys.stderr)
+    except CheckError:
+        print(flush=True)
+        raise
     except TritonMoeError as error:
         print(f"error: {error}", file=sys.stderr)
         return messages

@@ -13,7 +13,7 @@ from typing import Any, TextIO
 
 from tritonmoe.chat import chat, emit
 from tritonmoe.engine import Engine, Interrupted, TextStream
-from tritonmoe.errors import EXIT_INTERRUPTED, InputError
+from tritonmoe.errors import EXIT_INTERRUPTED, CheckError, InputError
 from tritonmoe.generation.row import Generation
 from tritonmoe.generation.sampling import MIN_TEMPERATURE, SamplingParams
 from tritonmoe.offload.trace import TraceRecorder
@@ -111,7 +111,7 @@ def _prompts(options: argparse.Namespace) -> list[str] | None:
     elif options.prompt_file is not None:
         prompts = [_read_prompt_file(options.prompt_file)]
     elif sys.stdin is not None and not sys.stdin.isatty():
-        prompts = [_decode(sys.stdin.buffer.read(), "stdin")]
+        prompts = [_without_newline(_decode(sys.stdin.buffer.read(), "stdin"))]
     elif options.chat and sys.stdin is not None:
         return None
     else:
@@ -133,9 +133,14 @@ def _require_utf8(text: str, what: str) -> None:
 
 def _read_prompt_file(path: Path) -> str:
     try:
-        return _decode(path.read_bytes(), str(path))
+        return _without_newline(_decode(path.read_bytes(), str(path)))
     except OSError as error:
         raise InputError(f"--prompt-file {path}: {error.strerror}") from None
+
+
+def _without_newline(text: str) -> str:
+    """Without the one that `echo` and editors put at the end."""
+    return text.removesuffix("\n").removesuffix("\r")
 
 
 def _decode(data: bytes, source: str) -> str:
@@ -159,6 +164,9 @@ def _stream(engine: Engine, stream: TextStream) -> int:
             emit(text)
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
+    except CheckError:
+        print(flush=True)  # what is said of it begins a line
+        raise
     print(flush=True)
     print(summary(stream.result()), *engine.report(), sep="\n", file=sys.stderr)
     return code

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import threading
 import traceback
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -102,7 +103,9 @@ class Engine:
         Raises a TritonMoeError subclass whose message is one line for anything that cannot be loaded or run.
         """
         check_kind = None if check is None else read_option(check)[0]  # refused before anything is loaded
-        if model == EMBEDDED and revision is None:
+        if model == EMBEDDED:
+            if revision is not None:
+                raise InputError(f"--revision {revision}: the embedded model has none; name another with --model")
             folder = embedded_folder()
         else:
             folder = resolve_model(model, revision=revision)
@@ -210,11 +213,15 @@ class Engine:
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if self._is_closed:
             raise InputError("this engine is closed; load the model anew")
-        ids = self.tokenizer.encode(prompt, add_special_tokens=True) if isinstance(prompt, str) else list(prompt)
-        if not ids or prompt == "":
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt, add_special_tokens=True) if prompt else []
+        else:
+            try:
+                ids = [operator.index(i) for i in prompt]
+            except TypeError:
+                raise InputError("a prompt must be a string or a sequence of integer token ids") from None
+        if not ids:
             raise InputError("the prompt is empty")
-        if not all(isinstance(i, int) for i in ids):
-            raise InputError("a prompt must be a string or a sequence of integer token ids")
         vocab_size = self.decoder.spec.vocab_size
         wrong = [i for i in ids if not 0 <= i < vocab_size]
         if wrong:

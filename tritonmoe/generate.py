@@ -61,7 +61,9 @@ def build_parser() -> Parser:
     parser.add_argument("--model", default="nano", help="a folder, a hub id, or 'nano': the embedded model (default)")
     parser.add_argument("--revision", help="a branch, tag or commit of a hub id")
     parser.add_argument("--prompt", action="append", help="the prompt; given several times: a batch")
-    parser.add_argument("--prompt-file", type=Path, help="a UTF-8 file that is the prompt")
+    parser.add_argument(
+        "--prompt-file", type=Path, help="a UTF-8 file that is the prompt, but for a newline at its end"
+    )
     parser.add_argument("--chat", action="store_true", help="use the chat template; without a prompt: interactive")
     parser.add_argument("--system", help="the system message (with --chat)")
     group = parser.add_argument_group("generation (defaults: what the model recommends, else greedy)")
@@ -120,7 +122,8 @@ def build_parser() -> Parser:
         "--lookahead",
         type=int,
         metavar="L",
-        help="layers to foretell, 1 to 3; what is executed speculatively is always the next one's",
+        help="layers to foretell, 1 to 3; 2 is faster where nearly all experts are found in their slots; what is "
+        "executed speculatively is always the next one's",
     )
     group.add_argument("--candidates", type=int, metavar="M", help="experts to prefetch beyond those a token needs")
     group.add_argument("--execute", choices=CHOICES["execute"], help="which experts run; routed is exact")
@@ -160,6 +163,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal that cannot show a character shows a sign for it
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # as arguments: what is not Unicode is refused where it is used
     try:
         with signals.raised():
             options = build_parser().parse_args(argv)
