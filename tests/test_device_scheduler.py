@@ -307,6 +307,26 @@ def test_interrupted_between_launches(name: str, policy: str, num_slots: int) ->
         check(offloaded)
 
 
+def test_the_report_of_a_first_step_that_was_interrupted() -> None:
+    spec = make_spec("qwen3")
+    offloaded = on_device(spec, noise(spec), 6, resolve("on-demand", miss_tolerance=0.4))
+    experts, ops, left = offloaded.experts, offloaded.experts._ops, 3
+
+    def interrupted(*arguments: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+        return ops.plan_demand(*arguments, **options)
+
+    experts._ops = ops._replace(plan_demand=interrupted)
+    experts._devices.clear()
+    with pytest.raises(KeyboardInterrupt):
+        generate(offloaded.decoder, 1)
+    assert any("left out" in line for line in experts.report())
+    assert experts.counters.tokens == 1
+
+
 @pytest.mark.parametrize("layer", range(4))
 def test_steps_after_one_that_was_interrupted_in_an_attention(layer: int) -> None:
     """What was fetched ahead for its later layers is nothing that the next step may wait for."""

@@ -194,7 +194,7 @@ class SlowStream(StreamCopies):
     """The same on a GPU: before each copy its slot is NaN for a while, on the stream that copies."""
 
     def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
-        super().__init__(slots, landed, depth=4)
+        super().__init__(slots, landed)
         self._random = random.Random(0)
 
     def _start(self, copy: Copy) -> None:
@@ -211,7 +211,7 @@ class FaultyCopies(ThreadCopies):
     """Copies that take their time, in any order; the slot holds NaN until its copy is complete."""
 
     def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
-        super().__init__(slots, landed, depth=4)
+        super().__init__(slots, landed)
         self._random = random.Random(0)
         self.poisoned = slots.fill_(NAN_BYTE)
 
@@ -437,11 +437,41 @@ def test_previous_token_forgets_the_last_generation() -> None:
         assert torch.equal(generate(offloaded.decoder, batch), generate(Decoder(spec, weights), batch))
 
 
-def test_measuring_changes_nothing_and_reports_agreement() -> None:
+def test_previous_token_of_fewer_sequences() -> None:
+    """Steps of a batch may come between those of a stream."""
     spec = make_spec("qwen3")
     weights = noise(spec)
-    plain = Offloaded(spec, weights, 8, resolve("router-pf"))
-    measured = Offloaded(spec, weights, 8, resolve("router-pf"), measure=True)
+    offloaded = Offloaded(spec, weights, 8, POLICIES["previous-token"])
+    for batch in (2, 1, 3):
+        assert torch.equal(generate(offloaded.decoder, batch), generate(Decoder(spec, weights), batch))
+
+
+def test_slots_that_could_not_be_had_are_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    offloaded = Offloaded(spec, weights, 8, POLICIES["quasi-hidden"])
+    make_slots = offloaded.experts._make_slots
+
+    def none_left(num_slots: int) -> None:
+        if num_slots:
+            raise MemoryError
+        make_slots(num_slots)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(offloaded.experts, "_make_slots", none_left)
+        with pytest.raises(InputError, match="not one expert slot"):
+            offloaded.experts.resize(12)
+    offloaded.experts.begin()
+    assert torch.equal(generate(offloaded.decoder, 1), generate(Decoder(spec, weights), 1))
+    assert offloaded.experts.pool.num_slots == 8
+
+
+@pytest.mark.parametrize("gate", ["speculated", "routed"])
+def test_measuring_changes_nothing_and_reports_agreement(gate: str) -> None:
+    spec = make_spec("qwen3")
+    weights = noise(spec)
+    plain = Offloaded(spec, weights, 8, resolve("router-pf", gate=gate))
+    measured = Offloaded(spec, weights, 8, resolve("router-pf", gate=gate), measure=True)
     assert torch.equal(generate(plain.decoder, 1), generate(measured.decoder, 1))
     assert plain.experts.counters.total().recall is None
     assert all(0 < (layer.recall or 0) <= 1 for layer in measured.experts.counters.layers[1:])

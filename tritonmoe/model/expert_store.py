@@ -19,12 +19,11 @@ from tritonmoe.errors import ConfigError
 from tritonmoe.model.pinned_memory import own_pages, register, unregister
 from tritonmoe.model.spec import ModelSpec
 from tritonmoe.model.weights import PLAIN, ExpertWeights, Storage
+from tritonmoe_kernels.fetch_reference import RECORD_ALIGNMENT
 from tritonmoe_kernels.quantized import Matrix, QuantizedMatrix, WeightFormat
 
 logger = logging.getLogger(__name__)
 
-# Records that are not a multiple of 16 bytes lost 15-25 % when a kernel gathered them; 256 suits every engine.
-ALIGNMENT_BYTES = 256
 ARENA_BYTES = 16 << 30  # few registrations, of about a second each
 NAMED = 5  # experts in a message
 
@@ -115,7 +114,7 @@ class RecordLayout:
 
 
 def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return -(-num_bytes // RECORD_ALIGNMENT) * RECORD_ALIGNMENT
 
 
 class ExpertStore:
@@ -222,5 +221,5 @@ def _group(counts: dict[int, int], limit: int) -> list[list[int]]:
 def _empty_arena(num_records: int, layout: RecordLayout) -> torch.Tensor:
     """Uninitialised host memory [num_records, layout.num_bytes] that can be pinned."""
     arena = own_pages(num_records * layout.num_bytes)
-    assert arena.data_ptr() % ALIGNMENT_BYTES == 0
+    assert arena.data_ptr() % RECORD_ALIGNMENT == 0
     return arena.view(num_records, layout.num_bytes)

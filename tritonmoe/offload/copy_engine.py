@@ -47,11 +47,11 @@ class Copy:
 class CopyEngine:
     """The queue; how a copy is made is a subclass's."""
 
-    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
         """`slots` [S, N] on the device that computes; `landed(slot, epoch)` is told of each copy that is complete."""
         self._slots = slots
         self.landed = landed
-        self.depth = depth
+        self.depth = DEPTH
         self._queues: dict[Priority, deque[Copy]] = {priority: deque() for priority in Priority}
         self._started: dict[int, Copy] = {}  # by slot, in the order of their start
         self.num_copies = 0
@@ -151,8 +151,8 @@ class CopyEngine:
 class StreamCopies(CopyEngine):
     """Copies on a CUDA stream of their own, ordered against the current stream by events."""
 
-    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
-        super().__init__(slots, landed, depth)
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
+        super().__init__(slots, landed)
         self._stream = torch.cuda.Stream(slots.device)
         self._events: dict[int, torch.cuda.Event] = {}  # of the last copy into a slot
         self._reads: dict[int, torch.cuda.Event] = {}  # after the last read of a slot
@@ -217,8 +217,8 @@ class StreamCopies(CopyEngine):
 class ThreadCopies(CopyEngine):
     """Copies within main memory by another thread; the computation is the host's own, so waiting is waiting."""
 
-    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object], depth: int = DEPTH) -> None:
-        super().__init__(slots, landed, depth)
+    def __init__(self, slots: torch.Tensor, landed: Callable[[int, int], object]) -> None:
+        super().__init__(slots, landed)
         self._thread = _CopyThread()
         weakref.finalize(self, self._thread.stop)
         self._done: dict[int, Future[object]] = {}

@@ -56,6 +56,10 @@ from tritonmoe_kernels.routing import NormRouterOutput
 
 SOON = -1  # the priority of what others wait for, before main and what comes late, which have many programs
 GUARD_STEPS = 32  # between two looks of the guard
+COUNTED_ALIKE = (  # by `LayerCounters`
+    Counter.ROUTED, Counter.HITS, Counter.LATE, Counter.DEMAND, Counter.PREFETCHED, Counter.PREFETCHED_USED,
+    Counter.PREFETCHED_WASTED, Counter.CANCELLED, Counter.LEFT_OUT,
+)  # fmt: skip
 GLIMPSE_S = 5.0  # for a few kilobytes from a device that may be stuck
 
 
@@ -229,22 +233,17 @@ class DeviceScheduler:
         if header[Header.ERROR]:
             raise RuntimeError("no slot could be had for an expert that is needed: the last outputs are wrong")
         tick = header[Header.TICK]
-        steps, self._counted_tick = (tick - self._counted_tick) // len(self._moe_layers), tick
+        ticks, self._counted_tick = tick - self._counted_tick, tick
+        steps = -(-ticks // len(self._moe_layers))  # an interrupted one as well
         if steps:
             counters.tokens += steps * self.batch
             counters.wait_s = None
         total, recall = self.state.counters.cpu().numpy().copy(), self._recall.tolist()
         counts, self._collected = (total - self._collected).tolist(), total
         for layer, row, foretold in zip(counters.layers, counts, recall, strict=True):
-            layer.routed += row[Counter.ROUTED]
-            layer.hits += row[Counter.HITS]
-            layer.late += row[Counter.LATE]
-            layer.demand += row[Counter.DEMAND]
-            layer.prefetched += row[Counter.PREFETCHED]
-            layer.prefetched_used += row[Counter.PREFETCHED_USED]
-            layer.prefetched_wasted += row[Counter.PREFETCHED_WASTED]
-            layer.cancelled += row[Counter.CANCELLED]
-            layer.left_out += row[Counter.LEFT_OUT]
+            for counter in COUNTED_ALIKE:
+                name = counter.name.lower()
+                setattr(layer, name, getattr(layer, name) + row[counter])
             layer.left_out_mass += row[Counter.LEFT_OUT_MASS] * MASS_UNIT
             moved = row[Counter.DEMAND_BYTES] + row[Counter.PREFETCH_BYTES]
             whole = row[Counter.DEMAND] + row[Counter.PREFETCHED] - row[Counter.CANCELLED]

@@ -104,7 +104,6 @@ class Turn:
         self.foretold: dict[int, np.ndarray] = {}
         self.wave = NOTHING
         self.missing: dict[int, int] = {}  # of the wave, expert -> slot
-        self.is_ahead = False  # what is foretold is being fetched
 
     def read(self) -> None:
         """Take the ids and weights [T, K], and the foretold ids [T, M] by later layer, that the device has written."""
@@ -112,7 +111,6 @@ class Turn:
         self.ids, weights, *foretold = (landed[:, columns] for columns in self._columns)
         self.weights = weights.view(np.float32)
         self.foretold = dict(zip(self.later, foretold, strict=True))
-        self.is_ahead = False
 
     def assign(self, wave: Wave, num_experts: int) -> None:
         """What to compute with once `send` has run on the device."""
@@ -403,6 +401,7 @@ class OffloadedExperts(Experts):
             if size != wanted:
                 logger.warning("out of memory: %d expert slots could not be had; there are %d", wanted, size)
             return
+        self.scheduler.resize(former)  # what is tried first when there is memory again
         raise InputError("out of memory: not one expert slot could be had; free some of the device's and try again")
 
     def _start_afresh(self) -> None:
@@ -454,6 +453,8 @@ class OffloadedExperts(Experts):
             )
         if guess.topk_weights is None:
             routed = self._true_routing(layer_id, residual, delta)
+            if self._measure and not is_prefill:
+                self._compare(layer_id, guess.foretold, routed)
             weights = self._gate_weights(layer_id, routed.logits, guess.topk_ids)
             return routed._replace(topk_ids=guess.topk_ids, topk_weights=weights)
         if self._measure and not is_prefill:
@@ -524,7 +525,7 @@ class OffloadedExperts(Experts):
         graph = self.step_graph
         if graph is None:
             self._decide(turn)
-            self._look_ahead(turn)  # on a CPU the computation leaves no other time for it
+            self._prefetch(turn.foretold)  # on a CPU the computation leaves no other time for it
             ready, missing = turn.send()
             if turn.wave.ready:
                 self._run_slots(layer_id, turn.x, ready, self._slots, out)
@@ -583,7 +584,7 @@ class OffloadedExperts(Experts):
         turn = self._turn
         if turn is not None:
             self._finish(turn)
-            self._look_ahead(turn)
+            self._prefetch(turn.foretold)
             self._is_torn = False
 
     def _decide(self, turn: Turn) -> None:
@@ -596,7 +597,8 @@ class OffloadedExperts(Experts):
             self.predictor.begin_step()
             self.counters.tokens += len(ids)
             self._judge_prefetching()
-        turn.foretold.update(self.predictor.known(layer_id))
+        known = self.predictor.known(layer_id)  # of a step of as many sequences: a batch may come between a stream's
+        turn.foretold.update({later: guessed for later, guessed in known.items() if len(guessed) == len(ids)})
         self.predictor.observe(layer_id, ids)
         if self.policy.execute == "routed":  # else what is foretold is what runs
             self._account(layer_id, ids, weights)
@@ -652,12 +654,6 @@ class OffloadedExperts(Experts):
         """The wave's slots may be filled again, behind what has been launched."""
         self.copies.release(wave.slots)
         self.scheduler.finish(layer_id, wave)
-
-    def _look_ahead(self, turn: Turn) -> None:
-        """Fetch what is foretold, once."""
-        if not turn.is_ahead:
-            turn.is_ahead = True
-            self._prefetch(turn.foretold)
 
     def _prefill(self, block: Block) -> None:
         """Compute with the wanted experts, in as many waves as the slots need, half of them being filled meanwhile."""

@@ -23,10 +23,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tritonmoe_kernels.planner_state import EVICTIONS, HALF_LIFE
+
 FREE, IN_FLIGHT, RESIDENT = 0, 1, 2
 NEVER = np.iinfo(np.int64).max  # the rank of what must not be taken
-HALF_LIFE = 32  # steps
-EVICTIONS = ("lru", "lfu")
 
 
 class Fetch(NamedTuple):
