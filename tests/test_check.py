@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_offload import DEVICE, POLICIES, Offloaded, make_spec, noise
 
-from tritonmoe import Engine, SamplingParams
+from tritonmoe import Engine, SamplingParams, chat, console
 from tritonmoe.errors import EXIT_FAULT, CheckError, InputError
 from tritonmoe.generation.check import StepCheck, make_check, read_option
 from tritonmoe.generation.decode_runner import DecodeRunner
@@ -190,3 +190,26 @@ def test_the_engine_checks_every_kind_of_call(pristine_folder: Path) -> None:
     assert "".join(engine.stream("Hello", params, session)) == plain.generate("Hello", params).text
     assert re.match(r"checked 17 of 33 decode steps, \d+ experts: every bit equal", engine.report()[-1])
     engine.close()
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_difference_ends_the_command(
+    is_chat: bool, pristine_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a chat, and on a line of its own."""
+    engine, params = Engine.from_pretrained(pristine_folder, device="cpu"), SamplingParams()
+
+    def differing(*_arguments: Any) -> Iterator[str]:
+        yield "half"
+        raise CheckError("layer 0")
+
+    def run() -> None:
+        if is_chat:
+            chat._turn(engine, params, engine.session(), [], "hello")
+        else:
+            console._stream(engine, engine.stream("hello", params))
+
+    monkeypatch.setattr(engine, "stream", differing)
+    with pytest.raises(CheckError):
+        run()
+    assert capsys.readouterr().out == "half\n"

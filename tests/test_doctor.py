@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,21 @@ def test_what_is_wrong_is_a_problem(capsys: pytest.CaptureFixture[str], monkeypa
         monkeypatch.setattr(self_test, "compare_transfers", test)
         assert doctor.main(["--device", "cpu"]) == 1
         assert f"problem: experts in host memory against resident ones: {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("to", "code", "said"), [("| true", 0, ""), ("> /dev/full", 1, "No space left on device")])
+def test_output_that_nobody_takes(to: str, code: int, said: str) -> None:
+    program = (
+        "import sys; from tritonmoe import doctor; from test_doctor import gpu_report; "
+        "doctor.examine = lambda _device: gpu_report(); sys.exit(doctor.main(['--json']))"
+    )
+    done = subprocess.run(
+        ["bash", "-c", f"{sys.executable} -c \"{program}\" {to}; exit ${{PIPESTATUS[0]}}"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == code
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def gpu_report(**card: Any) -> doctor.Report:

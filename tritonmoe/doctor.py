@@ -25,7 +25,8 @@ from huggingface_hub import constants
 import tritonmoe
 from tritonmoe import self_test
 from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
-from tritonmoe.errors import EXIT_INTERRUPTED, TritonMoeError
+from tritonmoe.errors import EXIT_FAULT, EXIT_INTERRUPTED, TritonMoeError
+from tritonmoe.generate import discard_stdout
 from tritonmoe.memory import available_bytes, empty_tensor
 from tritonmoe.model.expert_store import ExpertStore, RecordLayout
 from tritonmoe.model.operations import kernels
@@ -305,7 +306,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tritonmoe.doctor",
         description="Say what this machine has, test the engine on it, and advise on what to run.",
-        epilog="exit codes: 0 all is right, 1 something is not (the lines that begin with 'problem'), 130 interrupted",
+        epilog="exit codes: 0 all is right, 1 something is not (the lines that begin with 'problem'), 2 bad options, "
+        "130 interrupted",
         allow_abbrev=False,
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -324,7 +326,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         report["problems"].append(
             "--device cuda: torch finds no GPU here; see the driver, and which torch is installed"
         )
-    print(json.dumps(report, indent=1) if options.json else "\n".join(lines(report)), flush=True)
+    try:
+        print(json.dumps(report, indent=1) if options.json else "\n".join(lines(report)), flush=True)
+    except BrokenPipeError:
+        discard_stdout()  # the reader has gone (`| head`), which is its right
+    except OSError as error:
+        discard_stdout()
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return EXIT_FAULT
     return int(bool(report["problems"]))
 
 

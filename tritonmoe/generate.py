@@ -175,12 +175,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        _discard_stdout()  # the reader has gone (`| head`), which is its right
+        discard_stdout()  # the reader has gone (`| head`), which is its right
         return 0
     except OSError as error:
         if error.filename is not None:  # not the output: a file nobody expected to fail
             raise
-        _discard_stdout()
+        discard_stdout()
         return _fail(f"the output cannot be written: {error.strerror}")
     except (RuntimeError, MemoryError, ImportError) as error:
         if not is_out_of_memory(error):
@@ -203,7 +203,7 @@ def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:
     return code
 
 
-def _discard_stdout() -> None:
+def discard_stdout() -> None:
     """Python would complain again when it flushes what is left at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
