@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -171,12 +170,9 @@ def test_sizes_that_do_not_divide(pristine_folder: Path, tmp_path: Path, name: s
     assert load(tmp_path / "int8").layers[0].moe.experts.down.format.group == 16
 
 
-def test_command(
-    plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["quantize.py", str(plain), "--format", "fp8", "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", arguments)
-    quantize.main()
+def test_command(plain: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(plain), "--format", "fp8", "--out", str(tmp_path / "out")]
+    assert quantize.main(arguments) == 0
     assert "experts in fp8" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="exists already"):
-        quantize.main()
+    assert quantize.main(arguments) == 2
+    assert "exists already" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from math import gcd, prod
@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import torch
+from command_line import Parser, run_command
 from tqdm import tqdm
 
 from tritonmoe.checkpoint.architectures import load_spec
@@ -37,7 +38,7 @@ from tritonmoe.checkpoint.quantization import EXPERT_FORMATS, quantize
 from tritonmoe.checkpoint.targets import Order, Target
 from tritonmoe.checkpoint.tensor_files import DTYPES, INDEX_NAME, TensorEntry, TensorReader
 from tritonmoe.engine import EMBEDDED, embedded_folder
-from tritonmoe.errors import InputError, TritonMoeError
+from tritonmoe.errors import InputError
 from tritonmoe.model.matrices import empty_matrix
 from tritonmoe.model.spec import ModelSpec
 from tritonmoe.prediction.files import DEFAULT_VECTORS
@@ -329,20 +330,20 @@ def convert(folder: Path, name: str, out: Path, threads: int, progress: bool = F
     return size
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def write_model(options: argparse.Namespace) -> None:
+    folder = embedded_folder() if options.model == EMBEDDED else resolve_model(options.model)
+    size = convert(folder, options.format, options.out, max(1, options.threads), progress=sys.stderr.isatty())
+    print(f"{options.out}: {size / 1e9:.3g} GB, experts in {options.format}")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a folder, a model of the hub, or nano")
     parser.add_argument("--format", required=True, choices=EXPERT_FORMATS)
     parser.add_argument("--out", type=Path, required=True, help="a folder that does not exist yet")
     parser.add_argument("--threads", type=int, default=min(16, os.cpu_count() or 1), help="default: %(default)s")
-    options = parser.parse_args()
-    try:
-        folder = embedded_folder() if options.model == EMBEDDED else resolve_model(options.model)
-        size = convert(folder, options.format, options.out, max(1, options.threads), progress=sys.stderr.isatty())
-    except TritonMoeError as error:
-        raise SystemExit(f"quantize: {error}") from None
-    print(f"{options.out}: {size / 1e9:.3g} GB, experts in {options.format}")
+    return run_command(write_model, parser, arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

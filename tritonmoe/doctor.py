@@ -262,7 +262,7 @@ def fit(
             return 1.0, "fits in main memory"
         return 0.0, f"does not fit: its {(experts + rest) / 1e9:.0f} GB are more than what is free in main memory"
     if experts + rest <= device_room:
-        return 1.0, "fits: --policy resident, which is what runs without options"
+        return 1.0, "fits: --policy resident, with as long a --max-context as there is room for"
     if rest > device_room or experts > host_room:
         what, where = ("rest", "on the GPU") if rest > device_room else ("experts", "in main memory")
         size = (rest if rest > device_room else experts) / 1e9
