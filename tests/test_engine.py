@@ -69,6 +69,8 @@ def test_prompts_of_token_ids(engine: Engine) -> None:
     for prompt in (None, 5, [1.5], ["a"]):
         with pytest.raises(InputError, match="sequence of integer token ids"):
             engine.generate(prompt, SAMPLED)
+    with pytest.raises(InputError, match="prompts must be several"):
+        engine.generate_batch("abc", SAMPLED)
 
 
 def test_prefill_chunks_give_the_same_tokens(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,9 @@ class Engine:
 
     def generate_batch(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Generation]:
         """Continue several prompts together, each as it would be alone. Ctrl-C raises `Interrupted`."""
-        if not prompts:
+        if isinstance(prompts, str):
+            raise InputError("prompts must be several: a list of strings or of token ids; for one there is generate")
+        if len(prompts) == 0:
             return []
         rows = [self._row(prompt, params) for prompt in prompts]
         try:
