@@ -80,8 +80,10 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--no-dependent-launch", action="store_true", help="ordinary launches, for comparison")
     parser.add_argument("--rows", type=Path, help="JSON of launch_table.json's form, taken before the table's rows")
-    parser.add_argument("--output", type=Path, default=OUTPUT)
+    parser.add_argument("--output", type=Path, help="the JSON to write (default: the documents', for all cases)")
     options = parser.parse_args()
+    if options.output is None and (options.only or options.rows or options.no_dependent_launch):
+        parser.error("this is not what the documents show: give --output, so as not to write over that")
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     if options.no_dependent_launch:
@@ -107,7 +109,7 @@ def main() -> int:
             flush=True,
         )
     stored = {"provenance": provenance(), "dtype": options.dtype, "rates": rates, "results": results}
-    options.output.write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
+    (options.output or OUTPUT).write_text(json.dumps(stored, indent=1) + "\n", encoding="utf-8")
     return 0
 
 

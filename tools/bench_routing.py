@@ -346,6 +346,9 @@ def main(arguments: list[str] | None = None) -> int:
     began = time.perf_counter()
     parser = build_parser()
     options = parser.parse_args(arguments)
+    is_default = all(getattr(options, name) == parser.get_default(name) for name in ("cases", "expert_dtype"))
+    if options.output is None and not is_default:
+        parser.error("this is not what the documents show: give --output, so as not to write over that")
     output = options.output or ROOT / f"docs/measurements/routing-{options.config.stem}.json"
     try:
         cases = [Case.parse(text) for text in options.cases.split(",")]

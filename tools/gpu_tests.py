@@ -16,6 +16,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from queue import Queue
 
 import torch
@@ -106,9 +107,12 @@ def summarise(logs: list[str]) -> dict[str, object]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--time-limit", type=float, metavar="S")
+    parser.add_argument("--output", type=Path, help="the JSON to write (default: the documents', for all tests)")
     options, arguments = parser.parse_known_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
+    if arguments and options.output is None:
+        parser.error("these are not all tests: give --output, so as not to write over what the documents show")
     source, began = provenance(), time.perf_counter()
     ends = None if options.time_limit is None else began + options.time_limit
     parts, names, gpus = deal(collect(arguments)), visible_gpus(), Queue[str]()
@@ -125,7 +129,7 @@ def main() -> int:
     if not_run:
         results["summary"] = f"{results['summary']}, {not_run} not run"
     results["seconds"] = round(time.perf_counter() - began)
-    OUTPUT.write_text(json.dumps({"provenance": source, "results": results}, indent=1) + "\n")
+    (options.output or OUTPUT).write_text(json.dumps({"provenance": source, "results": results}, indent=1) + "\n")
     print(f"{results['summary']} in {results['seconds']} s")
     for part, log in zip(parts, logs, strict=True):
         if log is None:
