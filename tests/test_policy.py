@@ -59,7 +59,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("router-free", {"execute": "routed"}, "--execute routed needs the routers that --policy router-free does without"),
     ("router-free", {"gate": "routed"}, "--gate routed needs the routers that --policy router-free does without"),
     ("router-free", {"predictor": "quasi-hidden"}, "--policy router-free needs --predict estimator or hybrid"),
-    ("exact", {"cache_bias": -0.5}, "--cache-bias must be a number from 0 to 1000, not -0.5"),
+    ("exact", {"cache_bias": -0.5}, "--cache-bias must be a number from 0 to 10000, not -0.5"),
     ("exact", {"cache_bias": float("inf")}, "--cache-bias must be"),
     ("exact", {"cache_bias": 1e39}, "--cache-bias must be"),
     ("exact", {"cache_bias": True}, "--cache-bias must be"),

@@ -201,7 +201,7 @@ def _account(
 
 
 def _check_entry(entry: TensorEntry, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> None:
-    is_row = len(shape) == 1 and entry.shape == (1, *shape)  # as ERNIE stores a vector
+    is_row = len(shape) <= 1 and entry.shape == (1, *shape)  # as ERNIE stores a vector, and others a number
     if entry.shape != shape and not is_row:
         raise CheckpointError(
             f"{entry.file}: {entry.name} has shape {list(entry.shape)} where config.json implies {list(shape)}"

@@ -19,7 +19,7 @@ RESIDENT = "resident"
 ROUTER_FREE = "router-free"
 PRESET_NAMES = ("on-demand", "exact", "router-pf", "est-pf", "hybrid-pf", ROUTER_FREE, RESIDENT)
 MAX_LOOKAHEAD = 3  # layers
-MOST_BIAS = 1000  # of a router's logits
+MOST_BIAS = 10_000  # of a router's logits
 LEAST_HIDING_BYTES = 32 << 20  # of a layer's records: behind so many (0.6 ms at 54 GB/s) the host's work is hidden
 # They rank every expert of a layer; the others name the K that were or will be routed, and no gate weights.
 RANKING_PREDICTORS = ("residual", "quasi-hidden", "estimator", "hybrid")
