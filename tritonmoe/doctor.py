@@ -26,7 +26,7 @@ import tritonmoe
 from tritonmoe import self_test
 from tritonmoe.checkpoint.quantization import EXPERT_FORMATS
 from tritonmoe.errors import EXIT_FAULT, EXIT_INTERRUPTED, TritonMoeError
-from tritonmoe.generate import discard_stdout
+from tritonmoe.files import discard_stdout
 from tritonmoe.memory import available_bytes, empty_tensor
 from tritonmoe.model.expert_store import ExpertStore, RecordLayout
 from tritonmoe.model.operations import kernels

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import stat
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,3 +79,8 @@ def write_file(path: Path, data: bytes | None) -> None:
             temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def discard_stdout() -> None:
+    """Python would complain again when it flushes what is left at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

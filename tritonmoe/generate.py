@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import io
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from tritonmoe.errors import (
     is_out_of_memory,
     printable,
 )
+from tritonmoe.files import discard_stdout
 from tritonmoe.offload.policy import CHOICES, PRESET_NAMES
 
 EXIT_CODES = """exit codes:
@@ -201,11 +201,6 @@ def _import_run() -> Callable[[argparse.Namespace], int]:
 def _fail(message: str, code: int = EXIT_BAD_INPUT) -> int:
     print(f"error: {message}", file=sys.stderr)
     return code
-
-
-def discard_stdout() -> None:
-    """Python would complain again when it flushes what is left at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":
