@@ -287,16 +287,7 @@ def test_interrupted_between_launches(name: str, policy: str, num_slots: int) ->
     offloaded = on_device(spec, weights, num_slots, POLICIES[policy])
     experts, ops = offloaded.experts, offloaded.experts._ops
     for calls in (1, 2, 5, 14):
-        left = calls
-
-        def interrupted(*arguments: Any, **options: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-            return getattr(ops, name)(*arguments, **options)
-
-        experts._ops = ops._replace(**{name: interrupted})
+        experts._ops = ops._replace(**{name: interrupted(getattr(ops, name), calls)})
         experts._devices.clear()
         with pytest.raises(KeyboardInterrupt):
             generate(offloaded.decoder, 1)
@@ -307,19 +298,25 @@ def test_interrupted_between_launches(name: str, policy: str, num_slots: int) ->
         check(offloaded)
 
 
-def test_the_report_of_a_first_step_that_was_interrupted() -> None:
-    spec = make_spec("qwen3")
-    offloaded = on_device(spec, noise(spec), 6, resolve("on-demand", miss_tolerance=0.4))
-    experts, ops, left = offloaded.experts, offloaded.experts._ops, 3
+def interrupted(operation: Callable[..., Any], calls: int) -> Callable[..., Any]:
+    """The operation, whose call of that number is Ctrl-C."""
+    left = calls
 
-    def interrupted(*arguments: Any, **options: Any) -> Any:
+    def run(*arguments: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
             raise KeyboardInterrupt
-        return ops.plan_demand(*arguments, **options)
+        return operation(*arguments, **options)
 
-    experts._ops = ops._replace(plan_demand=interrupted)
+    return run
+
+
+def test_the_report_of_a_first_step_that_was_interrupted() -> None:
+    spec = make_spec("qwen3")
+    offloaded = on_device(spec, noise(spec), 6, resolve("on-demand", miss_tolerance=0.4))
+    experts, ops = offloaded.experts, offloaded.experts._ops
+    experts._ops = ops._replace(plan_demand=interrupted(ops.plan_demand, 3))
     experts._devices.clear()
     with pytest.raises(KeyboardInterrupt):
         generate(offloaded.decoder, 1)
@@ -338,22 +335,13 @@ def test_steps_after_one_that_was_interrupted_in_an_attention(layer: int) -> Non
     ids, plain = torch.zeros(1, dtype=torch.int64, device=DEVICE), decoder.operations
     decoder.experts.begin()
     decoder.experts.begin_decode(1)
-    left = 0
-
-    def interrupted(*arguments: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise KeyboardInterrupt
-        return plain.attention_decode(*arguments, **options)
-
-    decoder.operations = plain._replace(attention_decode=interrupted)
     for step in range(6):
         positions = torch.full((1,), step, device=DEVICE)
-        left = layer + 1 if step == 3 else 0
         if step == 3:
+            decoder.operations = plain._replace(attention_decode=interrupted(plain.attention_decode, layer + 1))
             with pytest.raises(KeyboardInterrupt):
                 decoder.decode(ids, positions, cache, step + 1)
+            decoder.operations = plain
         decoder.experts.begin_step(1)
         logits = decoder.decode(ids, positions, cache, step + 1)
         assert torch.equal(logits, resident.decode(ids, positions, other, step + 1))
